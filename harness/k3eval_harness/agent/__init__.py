@@ -1,0 +1,1 @@
+"""Agents: the k3 tool loop, oracle, nop."""

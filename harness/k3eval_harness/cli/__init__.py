@@ -1,0 +1,45 @@
+"""The command line, ``k3eval``. One module a command: parse, call, render.
+
+Command modules import only typer and the standard library at import time; everything heavy
+(torch, docker, pandas, openai) is imported inside the command that needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import typer
+
+COMMAND_MODULES = (
+    "run",
+    "tasks",
+    "bench",
+    "report",
+    "models",
+    "model",
+    "serve",
+    "usage",
+    "doctor",
+)
+"""Each is ``k3eval_harness.cli.NAME`` with a function ``register(app: typer.Typer) -> None``."""
+
+app = typer.Typer(
+    name="k3eval",
+    help="Measure Kimi K3 on your own repositories: pass rate, cost, decode speed at real context lengths.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def _register() -> None:
+    for name in COMMAND_MODULES:
+        importlib.import_module(f"k3eval_harness.cli.{name}").register(app)
+
+
+_register()
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

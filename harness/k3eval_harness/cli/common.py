@@ -1,0 +1,53 @@
+"""Shared by the commands: exit codes, one-line errors, JSON output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+import typer
+
+
+class Exit(IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    THRESHOLD = 1
+    USAGE = 2
+    VOID = 3
+    BUDGET = 4
+    INTERRUPTED = 130
+
+
+def fail(message: str, code: Exit = Exit.USAGE) -> typer.Exit:
+    """Print one line on stderr and return the exit, to be raised by the caller."""
+    print(f"k3eval: {message}", file=sys.stderr)  # noqa: T201 - the command line's own output
+    return typer.Exit(int(code))
+
+
+def print_json(data: object) -> None:
+    """Print one JSON document on stdout."""
+    json.dump(data, sys.stdout, ensure_ascii=False, indent=2)
+    sys.stdout.write("\n")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn the project's own errors into one line on stderr and the right exit code.
+
+    The local backend's errors derive from ``ValueError``, ``OSError`` or its ``LocalError`` and are
+    caught by the commands that call it, so that this module needs neither torch nor the backend.
+    """
+    from k3eval.errors import K3EvalError
+    from k3eval_harness.errors import HarnessError
+
+    try:
+        yield
+    except (HarnessError, K3EvalError) as error:
+        code = {"budget": Exit.BUDGET, "user": Exit.USAGE}.get(error.cause, Exit.VOID)
+        raise fail(" ".join(error.message.split()), code) from error
+    except KeyboardInterrupt:
+        raise fail("interrupted", Exit.INTERRUPTED) from None

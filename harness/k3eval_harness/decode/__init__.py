@@ -1,0 +1,1 @@
+"""Decode cost against context length."""

@@ -1,0 +1,1 @@
+"""Result schema, folder layout, trajectories, data frames."""

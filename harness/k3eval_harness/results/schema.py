@@ -1,0 +1,253 @@
+"""What a trial and a job leave behind: ``trial.json`` and ``job.json``, versioned.
+
+These files have what Harbor's ``result.json`` lacks: a three-way outcome with its cause, usage split by
+kind, three costs, and the decode speed of every turn at its context length.
+Tokens are ints, money is ``Decimal`` written as a string, unknown is null, and zero is zero.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from decimal import Decimal
+from enum import StrEnum
+from typing import Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from k3eval.errors import Cause
+
+TRIAL_SCHEMA: Final = "k3eval-trial-1"
+JOB_SCHEMA: Final = "k3eval-job-1"
+
+
+class Record(BaseModel):
+    """Base of all records: immutable; a reader of a newer file ignores members it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Outcome(StrEnum):
+    """``void`` says that the trial measured nothing; it is never counted as failed."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    VOID = "void"
+
+
+StopReason = Literal[
+    "submitted", "no_tool_call", "turn_limit", "token_limit", "context_limit", "time_limit", "money_limit",
+    "finished", "error", "cancelled",
+]  # fmt: skip
+"""Why the agent stopped; ``finished`` is for agents without a model (oracle, nop)."""
+
+
+class TokenCounts(Record):
+    """Disjoint token counters as in ``k3eval.meter.usage.Usage``; null = not reported."""
+
+    miss: int = 0
+    cache_read: int | None = None
+    cache_write: int | None = None
+    output_text: int = 0
+    output_reasoning: int | None = None
+
+    @property
+    def prompt(self) -> int:
+        """All prompt tokens."""
+        return self.miss + (self.cache_read or 0) + (self.cache_write or 0)
+
+    @property
+    def output(self) -> int:
+        """All generated tokens."""
+        return self.output_text + (self.output_reasoning or 0)
+
+
+class Costs(Record):
+    """Three views of one cost in ``currency``; null = unknown."""
+
+    billed: Decimal | None = None
+    """What the provider says it charged."""
+    computed: Decimal | None = None
+    """Tokens times the dated price row."""
+    ideal_cache: Decimal | None = None
+    """What a perfect prefix cache would have cost."""
+    currency: str = "USD"
+    price_row: str | None = None
+    """Id and check date of the price row used, as ``host/model@YYYY-MM-DD``."""
+
+
+class DecodeSample(Record):
+    """Decode speed of one reply at its real context length.
+
+    ``seconds_per_token = (last - first token-bearing event) / (output tokens - tokens of the first event)``.
+    Void (null with a reason) below 16 output tokens or with a single event.
+    """
+
+    context_tokens: int
+    """Tokens in the model's context when the first output token is made (prompt, cached or not)."""
+    output_tokens: int
+    token_events: int
+    ttft_s: float | None = None
+    """Request sent to first token-bearing event."""
+    decode_s: float | None = None
+    """First to last token-bearing event."""
+    seconds_per_token: float | None = None
+    void_reason: str | None = None
+
+
+class TurnRecord(Record):
+    """One model call of an agent."""
+
+    index: int
+    started_at: datetime
+    tokens: TokenCounts
+    costs: Costs
+    decode: DecodeSample
+    finish_reason: str | None = None
+    model: str | None = None
+    host: str | None = None
+    """Who served the call, where the provider says so."""
+    request_id: str | None = None
+    attempts: int = 1
+    tool_calls: tuple[str, ...] = ()
+    """Names of the tools called."""
+    tool_errors: int = 0
+    """Calls that did not parse or named no tool."""
+    tool_seconds: float = 0.0
+    model_seconds: float = 0.0
+    cache_miss_reason: str | None = None
+
+
+class PhaseTimes(Record):
+    """Wall seconds of a trial's phases; null = not reached."""
+
+    image_s: float | None = None
+    sandbox_start_s: float | None = None
+    agent_s: float | None = None
+    capture_s: float | None = None
+    grade_s: float | None = None
+    total_s: float | None = None
+
+
+class TestCounts(Record):
+    """What the hidden tests said, where the task writes a report."""
+
+    __test__ = False
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    failed_names: tuple[str, ...] = ()
+
+
+class TaskInfo(Record):
+    """Which task, down to its content."""
+
+    name: str
+    family: str | None = None
+    path: str
+    """Relative to the tasks folder where the task is bundled, else the folder's name."""
+    digest: str
+    """SHA-256 over the task folder's files."""
+    image: str | None = None
+    image_digest: str | None = None
+
+
+class AgentInfo(Record):
+    """Which agent, down to its prompt."""
+
+    name: str
+    version: str
+    prompt_sha256: str | None = None
+
+
+class ModelInfo(Record):
+    """Which model, by the name given on the command line."""
+
+    name: str
+    provider: str
+    model: str
+    base_url: str | None = None
+    weights: str | None = None
+    """What the local backend says of its weights (``random, seed 0`` or a checkpoint digest)."""
+
+
+class Provenance(Record):
+    """What else a sceptic needs to repeat the trial."""
+
+    k3eval_version: str
+    git_commit: str | None = None
+    """Of the k3eval checkout; ``-dirty`` when changed."""
+    python: str
+    platform: str
+    engine_version: str | None = None
+    prices_checked_on: str | None = None
+
+
+class TrialRecord(Record):
+    """``trial.json``."""
+
+    schema_version: Literal["k3eval-trial-1"] = TRIAL_SCHEMA
+    trial_id: str
+    job_id: str
+    task: TaskInfo
+    attempt: int
+    """1-based number of this attempt at the task."""
+    seed: int
+    agent: AgentInfo
+    model: ModelInfo | None = None
+    outcome: Outcome
+    cause: Cause | None = None
+    """Set when void."""
+    detail: str | None = None
+    """One line: why it is void, or what failed."""
+    stop_reason: StopReason
+    rewards: dict[str, float] = Field(default_factory=dict)
+    tests: TestCounts | None = None
+    turns: tuple[TurnRecord, ...] = ()
+    tokens: TokenCounts = TokenCounts()
+    costs: Costs = Costs()
+    phases: PhaseTimes = PhaseTimes()
+    started_at: datetime
+    finished_at: datetime
+    provenance: Provenance
+
+
+class Interval(Record):
+    """A confidence interval with the method's name."""
+
+    low: float
+    high: float
+    level: float = 0.95
+    method: str
+
+
+class JobSummary(Record):
+    """``job.json`` and the one JSON object that ``k3eval run --json`` prints."""
+
+    schema_version: Literal["k3eval-job-1"] = JOB_SCHEMA
+    job_id: str
+    agent: str
+    model: str | None
+    tasks: int
+    attempts: int
+    planned: int
+    passed: int
+    failed: int
+    void: int
+    score: float | None
+    """passed / (passed + failed); null when no trial is valid."""
+    score_interval: Interval | None
+    coverage: float | None
+    """Valid trials / planned trials."""
+    worst_case_score: float | None
+    """passed / planned: every void or missing trial counted as failed."""
+    void_causes: dict[str, int] = Field(default_factory=dict)
+    tokens: TokenCounts = TokenCounts()
+    costs: Costs = Costs()
+    decode_median_s_per_token: float | None = None
+    decode_samples: int = 0
+    wall_s: float
+    started_at: datetime
+    finished_at: datetime
+    interrupted: bool = False
+    results_dir: str

@@ -1,0 +1,1 @@
+"""Docker sandboxes: the protocol, containers, images, leases."""

@@ -1,0 +1,1 @@
+"""Everything that knows what a token costs: transport, usage, pricing, ledger, cache."""

@@ -1,0 +1,1 @@
+"""One module a host: what each provider states about itself."""

@@ -1,0 +1,1 @@
+"""The local backend: a scaled Kimi K3 reference model behind an OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""Caches, scheduler, prefix cache, sampler."""

@@ -1,0 +1,1 @@
+"""Triton kernels, each beside the reference it must match."""

@@ -1,0 +1,1 @@
+"""The reference model in plain torch: the specification for every faster path."""

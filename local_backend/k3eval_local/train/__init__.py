@@ -1,0 +1,1 @@
+"""Training and evaluation of small K3 models."""
