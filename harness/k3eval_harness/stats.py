@@ -106,7 +106,7 @@ def score_interval(
 
     One attempt a task: Wilson. Several: cluster bootstrap by task. Where every task has the same mean the
     bootstrap has no width to show and would claim certainty; then it is Wilson with each *task* counted
-    once (attempts that agree carry no more than one task's worth of evidence). ``None`` without a valid trial.
+    once (attempts that agree carry no more evidence than one task). ``None`` without a valid trial.
     """
     kept = [values for values in groups.values() if len(values) > 0]
     if not kept:
