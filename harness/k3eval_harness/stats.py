@@ -176,29 +176,28 @@ def paired_bootstrap(
     )
 
 
-def median_interval(
-    values: Sequence[float], level: float = 0.95, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval | None:
-    """Interval of the median of independent values.
+def median_interval(values: Sequence[float], level: float = 0.95) -> Interval | None:
+    """Interval of the median of independent values, from order statistics, exact for any distribution.
 
-    Six or more: percentile bootstrap (Efron and Tibshirani, 1993, chapter 13). Fewer cannot carry 95 %: the
-    widest interval that order statistics give, smallest to largest, covers the median with ``1 - 2^(1-n)``
-    (David and Nagaraja, "Order Statistics", section 7.1), so that range is returned with that level.
+    ``[x_(r), x_(n+1-r)]`` covers the median with ``1 - 2 P(Binomial(n, 1/2) < r)``; the largest ``r`` that
+    reaches ``level`` is taken (David and Nagaraja, "Order Statistics", section 7.1). Fewer than six values
+    cannot reach 95 %: then it is their range, with the level that a range has, ``1 - 2^(1-n)``. A bootstrap
+    of the median falls short at such sizes (91 % instead of 95 % at n = 15 in our simulation).
     ``None`` for n < 2.
     """
-    import numpy as np
+    from scipy.stats import binom
 
+    _z(level)
     n = len(values)
     if n < 2:
         return None
-    if 1 - 2.0 ** (1 - n) < level:
-        return Interval(
-            low=float(min(values)), high=float(max(values)), level=1 - 2.0 ** (1 - n), method=f"range, n={n}"
-        )
-    data = np.asarray(values, dtype=np.float64)
-    medians = _bootstrap(n, resamples, seed, lambda drawn: np.median(data[drawn], axis=1))
-    low, high = np.quantile(medians, ((1 - level) / 2, (1 + level) / 2))
-    return Interval(low=float(low), high=float(high), level=level, method=f"bootstrap of the median, n={n}")
+    ordered = sorted(values)
+    rank = max(1, int(binom.ppf((1 - level) / 2, n, 0.5)))
+    reached = 1 - 2 * float(binom.cdf(rank - 1, n, 0.5))
+    method = f"order statistics {rank} and {n + 1 - rank} of {n}"
+    return Interval(
+        low=float(ordered[rank - 1]), high=float(ordered[n - rank]), level=min(level, reached), method=method
+    )
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
