@@ -91,6 +91,8 @@ class DecodeSample(Record):
     decode_s: float | None = None
     """First to last token-bearing event."""
     seconds_per_token: float | None = None
+    bundled: bool = False
+    """Events carried several tokens each: those of the first one are estimated by its share of the text."""
     void_reason: str | None = None
 
 
