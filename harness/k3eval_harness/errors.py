@@ -6,6 +6,7 @@ TaskError             user       a task that cannot be read or breaks its format
 EngineUnavailable     sandbox    no Docker engine answers
 ImageBuildError       sandbox    an image cannot be built or made
 SandboxError          sandbox    the container failed, not the agent in it
+SizeLimitExceeded   sandbox    what was copied out is larger than allowed
 VerifierError         verifier   grading gave no usable verdict
 AgentError            harness    the agent's own code failed
 BudgetError           budget     the job's money, token or time limit is reached
@@ -60,6 +61,10 @@ class SandboxError(HarnessError):
     """The container failed, as opposed to a command inside it."""
 
     cause = "sandbox"
+
+
+class SizeLimitExceeded(SandboxError):
+    """What was to be copied out of a container is larger than allowed."""
 
 
 class VerifierError(HarnessError):
