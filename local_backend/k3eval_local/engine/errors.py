@@ -40,8 +40,8 @@ class MemoryBudgetExceeded(EngineError):
 
     def __init__(self, *, needed_bytes: int, budget_bytes: int, tokens: int) -> None:
         super().__init__(
-            f"a context of {tokens} tokens needs {needed_bytes} bytes of cache and state, the engine's budget "
-            f"leaves {budget_bytes}; shorten the request or raise memory_budget_bytes"
+            f"a context of {tokens} tokens needs {needed_bytes} bytes of cache and state, the engine's "
+            f"budget leaves {budget_bytes}; shorten the request or raise memory_budget_bytes"
         )
         self.needed_bytes = needed_bytes
         self.budget_bytes = budget_bytes

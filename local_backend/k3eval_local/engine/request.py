@@ -56,9 +56,9 @@ class GenerationRequest:
     max_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
-    """A generated token in this set ends the request with finish "stop"; it is delivered as the last token."""
+    """A generated token of this set ends the request (finish "stop"); it is delivered as the last token."""
     boundaries: tuple[int, ...] = ()
-    """Turn ends: lengths n such that prompt_ids[:n] is a prefix worth keeping; ascending, in 1..len(prompt_ids)."""
+    """Turn ends: ascending lengths n in 1..len(prompt_ids) such that prompt_ids[:n] is worth keeping."""
     grammar: Grammar | None = field(default=None, compare=False)
     min_tokens: int = 0
     """Until this many tokens exist, stop_ids cannot be chosen."""

@@ -1,0 +1,433 @@
+"""The engine's loop: admit, decode, prefill, deliver - on a thread of its own, over any `ModelRunner`.
+
+Requests are checked in `submit`, on the caller's thread; everything after that happens on the engine's
+thread, so caches and queues need no locks. A step that raises fails the requests that it ran, with the
+error's text as their result, and the loop goes on. `close` cancels what is left and joins.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from k3eval_local.engine.cache import CacheManager
+from k3eval_local.engine.errors import ContextOverflow, EngineClosed, InvalidRequest, MemoryBudgetExceeded
+from k3eval_local.engine.generation import Generation
+from k3eval_local.engine.request import Finish, GenerationRequest, GenerationResult, TokenEvent
+from k3eval_local.engine.runner import ModelRunner
+from k3eval_local.engine.sampler import Choice, Chosen, choose
+from k3eval_local.engine.scheduler import Chunking, Piece, Scheduler, Sequence, new_sequence
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot for metrics. Counters only grow; gauges may be one step old."""
+
+    running: int
+    waiting: int
+    total_pages: int
+    free_pages: int
+    running_pages: int
+    cached_pages: int
+    """Pages that only checkpoints hold: evicted when needed."""
+    page_bytes: int
+    total_slots: int
+    free_slots: int
+    checkpoints: int
+    cache_hits: int
+    cache_misses: int
+    hit_tokens: int
+    evictions: int
+    steps: int
+    prompt_tokens: int
+    """Prompt tokens of requests that were admitted."""
+    prefilled_tokens: int
+    """Prompt tokens that the model really ran."""
+    generated_tokens: int
+    failed_requests: int
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes that only checkpoints hold."""
+        return self.cached_pages * self.page_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages that anybody holds."""
+        return (self.total_pages - self.free_pages) * self.page_bytes
+
+
+class EngineCore:
+    """Continuous batching over a `ModelRunner`. See `Engine` for the one built from a model."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        prefill_chunk: int = 256,
+        checkpoint_tokens: int = 512,
+        seed: int | None = None,
+    ) -> None:
+        """Makes an engine that is not running yet.
+
+        prefill_chunk: most prompt tokens that a step runs besides one token of each stream.
+        checkpoint_tokens: spacing of the checkpoints that are kept besides those at turn ends.
+        seed: source of the seeds of requests that bring none.
+        """
+        if prefill_chunk < 1 or checkpoint_tokens < 1:
+            raise InvalidRequest("prefill_chunk and checkpoint_tokens must be at least 1")
+        self.layout = runner.layout
+        self._runner = runner
+        self._cache = CacheManager(runner)
+        self._chunking = Chunking(prefill_chunk, checkpoint_tokens, runner.layout.attention_parity)
+        self._scheduler = Scheduler(self._chunking)
+        self._seeds = random.Random(seed)  # noqa: S311 - sampling seeds are not secrets
+        self._wake = threading.Condition()
+        self._inbox: deque[Sequence] = deque()
+        self._cancelled: deque[Generation] = deque()
+        self._clear_asked = False
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._steps = self._prompt_tokens = self._prefilled_tokens = 0
+        self._generated_tokens = self._failed_requests = 0
+
+    # Life -----------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Starts the engine's thread; returns self."""
+        with self._wake:
+            if self._closing:
+                raise EngineClosed("the engine was closed; make a new one")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="k3-engine", daemon=True)
+                self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Cancels every request, stops the thread after the step in progress and joins it."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Callers' side --------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Queues a request. Raises InvalidRequest, ContextOverflow, MemoryBudgetExceeded or EngineClosed."""
+        self._check(request)
+        generation = Generation(request, submitted_ns=time.monotonic_ns(), on_cancel=lambda: None)
+        generation = Generation(
+            request, submitted_ns=generation.submitted_ns, on_cancel=lambda: self._ask_cancel(generation)
+        )
+        with self._wake:
+            if self._closing or self._thread is None:
+                raise EngineClosed("the engine is not running; call start()")
+            seed = request.sampling.seed
+            self._inbox.append(
+                new_sequence(
+                    request,
+                    generation,
+                    seed=self._seeds.getrandbits(63) if seed is None else seed,
+                    chunking=self._chunking,
+                )
+            )
+            self._wake.notify_all()
+        return generation
+
+    def clear_cache(self) -> None:
+        """Evicts every checkpoint and waits until that is done."""
+        with self._wake:
+            if self._thread is None or self._closing:
+                raise EngineClosed("the engine is not running; call start()")
+            self._clear_asked = True
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: not self._clear_asked or self._closing)
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters; callable from any thread."""
+        pages, counters = self._cache.pages, self._cache.counters
+        return EngineStats(
+            running=len(self._scheduler.prefilling) + len(self._scheduler.decoding),
+            waiting=len(self._scheduler.waiting) + len(self._inbox),
+            total_pages=pages.total,
+            free_pages=pages.free,
+            running_pages=pages.running,
+            cached_pages=pages.evictable,
+            page_bytes=self.layout.page_bytes,
+            total_slots=self.layout.slots,
+            free_slots=self._cache.free_slots,
+            checkpoints=len(self._cache.index),
+            cache_hits=counters.hits,
+            cache_misses=counters.misses,
+            hit_tokens=counters.hit_tokens,
+            evictions=counters.evictions,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self._prefilled_tokens,
+            generated_tokens=self._generated_tokens,
+            failed_requests=self._failed_requests,
+        )
+
+    def _check(self, request: GenerationRequest) -> None:
+        n, sampling = len(request.prompt_ids), request.sampling
+        if n == 0:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        if request.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be at least 1")
+        if not 0 <= request.min_tokens <= request.max_tokens:
+            raise InvalidRequest(f"min_tokens is {request.min_tokens}; it must be in 0..{request.max_tokens}")
+        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        if low < 0 or high >= self.layout.vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(
+                f"token id {wrong} is outside the vocabulary 0..{self.layout.vocab_size - 1}"
+            )
+        if any(not 1 <= boundary <= n for boundary in request.boundaries):
+            raise InvalidRequest(f"boundaries must be in 1..{n}, the prompt's length")
+        if not sampling.temperature >= 0 or sampling.temperature == float("inf"):
+            raise InvalidRequest(f"temperature is {sampling.temperature}; it must be finite and >= 0")
+        if not 0 < sampling.top_p <= 1:
+            raise InvalidRequest(f"top_p is {sampling.top_p}; it must be in (0, 1]")
+        if sampling.logprobs is not None and sampling.logprobs < 0:
+            raise InvalidRequest(f"logprobs is {sampling.logprobs}; it must be None or >= 0")
+        total = n + request.max_tokens
+        if total > self.layout.max_positions:
+            raise ContextOverflow(
+                prompt_tokens=n, max_tokens=request.max_tokens, limit=self.layout.max_positions
+            )
+        needed = self.layout.pages_for(total)
+        if needed > self.layout.pages:
+            raise MemoryBudgetExceeded(
+                needed_bytes=needed * self.layout.page_bytes + self.layout.slot_bytes,
+                budget_bytes=self.layout.pages * self.layout.page_bytes + self.layout.slot_bytes,
+                tokens=total,
+            )
+
+    def _ask_cancel(self, generation: Generation) -> None:
+        with self._wake:
+            self._cancelled.append(generation)
+            self._wake.notify_all()
+
+    # Engine's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._take_orders():
+                self._step()
+        for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
+            self._end(sequence, "cancelled")
+
+    def _take_orders(self) -> bool:
+        """Waits for something to do; False when the engine is to stop."""
+        with self._wake:
+            while not (
+                self._closing
+                or self._inbox
+                or self._cancelled
+                or self._clear_asked
+                or not self._scheduler.idle
+            ):
+                self._wake.wait()
+            self._scheduler.waiting.extend(self._inbox)
+            self._inbox.clear()
+            cancelled = set(self._cancelled)
+            self._cancelled.clear()
+            if self._clear_asked:
+                self._cache.clear()
+                self._clear_asked = False
+                self._wake.notify_all()
+            closing = self._closing
+        if cancelled:
+            for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
+                if sequence.generation in cancelled:
+                    self._end(sequence, "cancelled")
+        return not closing
+
+    def _step(self) -> None:
+        self._steps += 1
+        self._admit()
+        batch = list(self._scheduler.decoding)
+        if batch:
+            try:
+                self._decode(batch)
+            except Exception as error:  # noqa: BLE001 - the batch's requests carry it as their result
+                self._fail(batch, error)
+        for piece in self._scheduler.prefill_pieces():
+            try:
+                self._prefill(piece)
+            except Exception as error:  # noqa: BLE001 - the request carries it as its result
+                self._fail([piece.sequence], error)
+
+    def _admit(self) -> None:
+        """Starts waiting requests in order of arrival, as far as slots and pages go."""
+        scheduler = self._scheduler
+        while scheduler.waiting:
+            sequence = scheduler.waiting[0]
+            request = sequence.request
+            try:
+                memory = self._cache.admit(sequence.known, len(sequence.tokens), use_cache=request.use_cache)
+            except Exception as error:  # noqa: BLE001 - the request carries it as its result
+                self._fail([sequence], error)
+                continue
+            if memory is None:
+                return
+            scheduler.waiting.popleft()
+            sequence.memory = memory
+            sequence.computed = sequence.deepest_checkpoint = memory.hit_tokens
+            sequence.started_ns = time.monotonic_ns()
+            scheduler.prefilling.append(sequence)
+            self._prompt_tokens += sequence.prompt_length
+
+    def _decode(self, batch: list[Sequence]) -> None:
+        rows, tokens = [], []
+        batch.sort(key=lambda sequence: sequence.memory.slot if sequence.memory else -1)
+        for sequence in batch:
+            memory = sequence.memory
+            if memory is None:
+                raise RuntimeError("a decoding sequence holds no memory")
+            self._cache.grow(memory, sequence.length)
+            rows.append(self._cache.row(memory, sequence.computed))
+            tokens.append(int(sequence.tokens[sequence.length - 1]))
+        logits = self._runner.decode(rows, tokens)
+        for sequence in batch:
+            sequence.computed += 1
+        self._choose(batch, logits)
+
+    def _prefill(self, piece: Piece) -> None:
+        sequence, memory = piece.sequence, piece.sequence.memory
+        if memory is None:
+            raise RuntimeError("a prefilling sequence holds no memory")
+        last = piece.stop == sequence.prompt_length
+        logits = self._runner.prefill(
+            self._cache.row(memory, piece.start), sequence.tokens[piece.start : piece.stop], last=last
+        )
+        sequence.computed = piece.stop
+        self._prefilled_tokens += piece.stop - piece.start
+        if piece.stop in sequence.cuts and sequence.request.use_cache:
+            automatic = piece.stop not in sequence.request.boundaries
+            self._checkpoint(sequence, evict_first=automatic)
+        if last:
+            if logits is None:
+                raise RuntimeError("the runner returned no logits for the end of a prompt")
+            self._scheduler.prefilling.remove(sequence)
+            self._scheduler.decoding.append(sequence)
+            self._choose([sequence], logits[None])
+
+    def _checkpoint(self, sequence: Sequence, *, evict_first: bool) -> None:
+        if sequence.memory is None:
+            return
+        tokens = sequence.tokens[: sequence.computed]
+        saved = self._cache.checkpoint(sequence.memory, tokens, evict_first=evict_first)
+        if saved and sequence.computed <= sequence.prompt_length:
+            sequence.deepest_checkpoint = sequence.computed
+
+    # Choosing and delivering ----------------------------------------------------------------------------
+
+    def _choose(self, batch: list[Sequence], logits: torch.Tensor) -> None:
+        """Chooses and delivers one token for each sequence; a bad mask or bad logits fail only their own."""
+        choices, alive, index = [], [], []
+        for i, sequence in enumerate(batch):
+            try:
+                mask = self._mask(sequence, logits.device)
+            except Exception as error:  # noqa: BLE001 - the request carries it as its result
+                self._fail([sequence], error)
+                continue
+            choices.append(Choice(sequence.request.sampling, sequence.seed, sequence.generated, mask))
+            alive.append(sequence)
+            index.append(i)
+        if not alive:
+            return
+        picked = choose(logits if len(index) == len(batch) else logits[index], choices)
+        now = time.monotonic_ns()
+        for sequence, chosen in zip(alive, picked, strict=True):
+            try:
+                self._deliver(sequence, chosen, now)
+            except Exception as error:  # noqa: BLE001 - the request carries it as its result
+                self._fail([sequence], error)
+
+    def _mask(self, sequence: Sequence, device: torch.device) -> torch.Tensor | None:
+        """Tokens that the grammar and min_tokens leave; a grammar that allows only stops beats min_tokens."""
+        request = sequence.request
+        grammar = request.grammar.allowed() if request.grammar is not None else None
+        mask = None
+        if grammar is not None:
+            mask = torch.as_tensor(grammar, dtype=torch.bool, device=device)
+            if mask.shape != (self.layout.vocab_size,):
+                raise ValueError(f"the grammar's mask has shape {tuple(mask.shape)}, not the vocabulary's")
+            if not bool(mask.any()):
+                raise ValueError("the grammar allows no token here")
+        if sequence.generated < request.min_tokens and request.stop_ids:
+            stops = torch.tensor(sorted(request.stop_ids), device=device)
+            whole = mask if mask is not None else torch.ones(self.layout.vocab_size, dtype=torch.bool)
+            rest = whole.to(device).index_fill(0, stops, False)  # noqa: FBT003 - torch's positional value
+            mask = rest if bool(rest.any()) else mask
+        return mask
+
+    def _deliver(self, sequence: Sequence, chosen: Chosen | None, now: int) -> None:
+        if chosen is None:
+            raise ArithmeticError("the model produced logits that are not finite")
+        request = sequence.request
+        if request.grammar is not None:
+            request.grammar.accept(chosen.id)
+        sequence.tokens[sequence.length] = chosen.id
+        sequence.length += 1
+        sequence.token_ns.append(now)
+        self._generated_tokens += 1
+        sequence.generation.publish(TokenEvent(chosen.id, chosen.logprob, chosen.top_logprobs, now))
+        stopped = chosen.id in request.stop_ids or (request.grammar is not None and request.grammar.done)
+        if stopped or sequence.generated == request.max_tokens:
+            self._end(sequence, "stop" if stopped else "length")
+
+    def _fail(self, sequences: list[Sequence], error: Exception) -> None:
+        _log.error("a step failed", exc_info=error)
+        for sequence in sequences:
+            if not sequence.generation.done:
+                self._failed_requests += 1
+                self._end(sequence, "error", f"{type(error).__name__}: {error}")
+
+    def _end(self, sequence: Sequence, finish: Finish, error: str | None = None) -> None:
+        """Takes the sequence out, returns its memory, and only then tells its consumer."""
+        self._scheduler.remove(sequence)
+        memory = sequence.memory
+        if memory is not None:
+            if finish in ("stop", "length") and sequence.request.use_cache:
+                self._checkpoint(sequence, evict_first=False)
+            self._cache.release(memory)
+            sequence.memory = None
+        submitted = sequence.generation.submitted_ns
+        now = time.monotonic_ns()
+        started = sequence.started_ns if sequence.started_ns is not None else now
+        first = sequence.token_ns[0] if sequence.token_ns else now
+        cached = memory.hit_tokens if memory is not None else 0
+        sequence.generation.finish(
+            GenerationResult(
+                ids=tuple(sequence.tokens[sequence.prompt_length : sequence.length].tolist()),
+                finish=finish,
+                cached_tokens=cached,
+                written_tokens=max(0, sequence.deepest_checkpoint - cached),
+                queue_ns=started - submitted,
+                prefill_ns=max(0, first - started),
+                token_ns=tuple(at - submitted for at in sequence.token_ns),
+                error=error,
+            )
+        )
