@@ -1,9 +1,252 @@
-"""``k3eval run``."""
+"""``k3eval run``: tasks, an agent and a model in; a folder of results, a table or one JSON object out.
+
+Without ``--model`` the run serves the local backend itself: nothing costs money unless the user named a
+paid model.
+"""
 
 from __future__ import annotations
 
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+
+from k3eval_harness.cli.common import Exit, fail, one_line_errors, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from k3eval import ModelRef
+    from k3eval_harness.agent.protocol import AgentLimits
+    from k3eval_harness.job import JobConfig, JobPlan
+    from k3eval_harness.results.schema import JobSummary
+    from k3eval_harness.task import Task
+
+DEFAULT_MODEL = "local/a"
+DEFAULT_OUT = Path("results/runs")
+WITHOUT_MODEL = ("oracle", "nop")
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
+    app.command()(run)
+
+
+def run(
+    task: Annotated[
+        list[str], typer.Option("--task", "-t", help="Task name, family, path or glob. Repeatable.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"local/NAME, moonshot/kimi-k3, openrouter/moonshotai/kimi-k3 or compatible/ID@URL. "
+            f"Default: {DEFAULT_MODEL}, served by the run itself and free of cost."
+        ),
+    ] = None,
+    agent: Annotated[str, typer.Option(help="k3, oracle, nop or module:Class.")] = "k3",
+    attempts: Annotated[int, typer.Option(help="Attempts at each task.")] = 1,
+    concurrency: Annotated[int, typer.Option(help="Trials at the same time.")] = 1,
+    max_cost: Annotated[
+        str | None, typer.Option(help="Money cap of the whole job, in the model's currency.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for the whole job.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder that receives the job's folder.")] = DEFAULT_OUT,
+    seed: Annotated[int, typer.Option(help="Seed of the trials, and of a generated family.")] = 0,
+    n: Annotated[
+        int | None,
+        typer.Option("--n", help="Generate this many tasks of the family instead of the bundled ones."),
+    ] = None,
+    effort: Annotated[str | None, typer.Option(help="Reasoning effort, where the model has it.")] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Model calls per trial.")] = None,
+    threshold: Annotated[float | None, typer.Option(help="Exit 1 when the score is lower (0 to 1).")] = None,
+    min_coverage: Annotated[
+        float, typer.Option(help="Exit 3 when fewer of the planned trials are valid (0 to 1).")
+    ] = 0.9,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and start nothing.")] = False,
+) -> None:
+    """Run tasks in sandboxes with an agent; report pass rate, tokens, cost and decode speed."""
+    with one_line_errors():
+        from k3eval_harness.job import JobConfig, plan_job
+
+        _check_numbers(attempts, concurrency, timeout, threshold, min_coverage, n, max_turns)
+        config = JobConfig(
+            tasks=_tasks(task, n, seed),
+            agent=agent,
+            model=_model(model, agent),
+            attempts=attempts,
+            concurrency=concurrency,
+            max_cost=_money(max_cost),
+            timeout_s=timeout,
+            out=out,
+            seed=seed,
+            effort=effort,
+            limits=_limits(max_turns),
+        )
+        plan = plan_job(config)
+        if dry_run:
+            return _show_plan(plan, config, as_json=json)
+        summary = _execute(config)
+        _show_summary(summary, as_json=json)
+        raise _exit(summary, threshold, min_coverage)
+
+
+def _check_numbers(
+    attempts: int,
+    concurrency: int,
+    timeout: float | None,
+    threshold: float | None,
+    min_coverage: float,
+    n: int | None,
+    max_turns: int | None,
+) -> None:
+    from k3eval_harness.errors import UsageError
+
+    counts = {"attempts": attempts, "concurrency": concurrency, "n": n, "max-turns": max_turns}
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise UsageError(f"--{name} must be 1 or more, not {count}")
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise UsageError(f"--timeout must be a positive number of seconds, not {timeout:g}")
+    for name, share in {"threshold": threshold, "min-coverage": min_coverage}.items():
+        if share is not None and not 0 <= share <= 1:
+            raise UsageError(f"--{name} must lie between 0 and 1, not {share:g}")
+
+
+def _tasks(selectors: Sequence[str], n: int | None, seed: int) -> tuple[Task, ...]:
+    """The tasks of all selectors, each once, in the order given."""
+    from k3eval_harness.task import find_tasks
+
+    found = {task.path: task for selector in selectors for task in find_tasks(selector)}
+    return tuple(found.values())
+
+
+def _model(text: str | None, agent: str) -> ModelRef | None:
+    from k3eval import ModelRef
+
+    reference = None if text is None else ModelRef.parse(text)
+    if agent in WITHOUT_MODEL:
+        return None
+    return reference or ModelRef.parse(DEFAULT_MODEL)
+
+
+def _money(text: str | None) -> Decimal | None:
+    from k3eval_harness.errors import UsageError
+
+    if text is None:
+        return None
+    try:
+        amount = Decimal(text)
+    except InvalidOperation:
+        amount = Decimal("NaN")
+    if not amount.is_finite() or amount <= 0:
+        raise UsageError(f"--max-cost must be a positive amount such as 2.50, not {text!r}")
+    return amount
+
+
+def _limits(max_turns: int | None) -> AgentLimits:
+    from k3eval_harness.agent.protocol import AgentLimits
+
+    return AgentLimits() if max_turns is None else AgentLimits(max_turns=max_turns)
+
+
+def _execute(config: JobConfig) -> JobSummary:
+    from k3eval_harness.cli.render import console, watched
+    from k3eval_harness.errors import UsageError
+    from k3eval_harness.job import run_job
+    from k3eval_harness.progress import progress
+
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.out):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"cannot write results to {config.out}: {error.strerror}; choose another --out"
+        ) from None
+    screen = console(stderr=True)
+    with progress(screen, live=watched()) as observer, cancelled_by_signals(screen) as cancel:
+        return run_job(config, observer, cancel)
+
+
+@contextmanager
+def cancelled_by_signals(screen: Console) -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C or SIGTERM sets; the second one interrupts at once."""
+    cancel = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if cancel.is_set():
+            raise KeyboardInterrupt
+        cancel.set()
+        screen.print("k3eval: stopping; finished trials are kept. Press Ctrl-C again to stop at once.")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield cancel
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show_plan(plan: JobPlan, config: JobConfig, *, as_json: bool) -> None:
+    from k3eval_harness.cli.render import print_table, say
+
+    if as_json:
+        return print_json(
+            {
+                "job_id": plan.job_id,
+                "agent": config.agent,
+                "model": str(config.model) if config.model else None,
+                "trials": [
+                    {"trial_id": t.trial_id, "task": t.task.name, "attempt": t.attempt, "seed": t.seed}
+                    for t in plan.trials
+                ],
+                "images": list(plan.images),
+                "worst_case_cost": None if plan.worst_case_cost is None else str(plan.worst_case_cost),
+                "notes": list(plan.notes),
+            }
+        )
+    rows = [(t.task.name, str(t.attempt), str(t.seed), t.trial_id) for t in plan.trials]
+    print_table(("task", "attempt", "seed", "trial"), rows, right=("attempt", "seed"))
+    worst = "no limit on money, or free" if plan.worst_case_cost is None else str(plan.worst_case_cost)
+    model = f"model {config.model}" if config.model else "no model"
+    say(
+        f"\n{len(plan.trials)} trials, agent {config.agent}, {model}, {len(plan.images)} images; "
+        f"cost at worst: {worst}. Nothing was started."
+    )
+    return say("".join(f"note: {note}\n" for note in plan.notes).rstrip()) if plan.notes else None
+
+
+def _show_summary(summary: JobSummary, *, as_json: bool) -> None:
+    from k3eval_harness.cli.render import console
+    from k3eval_harness.report.build import build_report
+    from k3eval_harness.report.table import print_report
+    from k3eval_harness.results import load_job
+
+    if as_json:
+        return print_json(summary.model_dump(mode="json"))
+    loaded = load_job(Path(summary.results_dir))
+    print_report(console(), build_report(loaded.trials, summary, summary.job_id))
+    return console().print(f"Results: {summary.results_dir}", markup=False)
+
+
+def _exit(summary: JobSummary, threshold: float | None, min_coverage: float) -> typer.Exit:
+    """The exit of a job: interrupted, over budget, too many void, below the threshold, or fine."""
+    if summary.interrupted:
+        return fail(f"interrupted; the finished trials are in {summary.results_dir}", Exit.INTERRUPTED)
+    if summary.void_causes.get("budget"):
+        return fail(f"the job's budget ended it; finished trials are in {summary.results_dir}", Exit.BUDGET)
+    if summary.coverage is None or summary.coverage < min_coverage:
+        causes = ", ".join(f"{cause} {n}" for cause, n in summary.void_causes.items()) or "not run"
+        valid = f"{summary.passed + summary.failed} of {summary.planned}"
+        return fail(f"only {valid} trials are valid (void: {causes}); see {summary.results_dir}", Exit.VOID)
+    if threshold is not None and (summary.score is None or summary.score < threshold):
+        return fail(f"score {summary.score} is below the threshold {threshold:g}", Exit.THRESHOLD)
+    return typer.Exit(int(Exit.OK))

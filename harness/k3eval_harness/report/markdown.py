@@ -1,4 +1,4 @@
-"""Markdown text of a report or a comparison. It formats; every figure is computed in ``build`` and ``compare``."""
+"""Markdown of a report or a comparison. It formats; the figures are computed in ``build`` and ``compare``."""
 
 from __future__ import annotations
 
