@@ -25,6 +25,8 @@ class CommandResult:
     exit_code: int | None
     """None when the command was killed or took the shell down without a code."""
     timed_out: bool = False
+    flooded: bool = False
+    """The command was killed because it printed without end."""
     truncated_bytes: int = 0
     shell_restarted: bool = False
     """The command ended the shell; the next one runs in a fresh shell."""
@@ -113,7 +115,7 @@ class Sandbox(Protocol):
         """Content of one regular file, its first ``limit`` bytes; None when there is none."""
 
     def oom_kills(self) -> int:
-        """How many processes the memory limit has killed so far."""
+        """How many processes the memory limit has killed so far; after ``freeze`` 1 stands for any number."""
 
     def freeze(self) -> None:
         """Kill every process. The file system stays readable until ``close``."""
