@@ -211,7 +211,6 @@ class K3Config:
             "bos_token_id": self.bos_token_id,
             "eos_token_id": self.eos_token_id,
             "pad_token_id": self.pad_token_id,
-            "dtype": "bfloat16",
             "linear_attn_config": {
                 "num_heads": linear.num_heads,
                 "head_dim": linear.head_dim,
