@@ -53,22 +53,26 @@ def parse_contexts(text: str) -> tuple[int, ...]:
 
 
 def fit_prompt(
-    corpus: Corpus, target: int, count: Callable[[str], int], rng: random.Random, chars_per_token: float = 3.0
+    corpus: Corpus,
+    target: int,
+    count: Callable[[str], int],
+    rng: random.Random,
+    nonce: str,
+    chars_per_token: float = 3.0,
 ) -> FittedPrompt:
-    """A prompt of ``target`` tokens: a nonce, a cut of the corpus from a random place, and the task.
+    """A prompt of ``target`` tokens: the nonce's line, a cut of the corpus from a random place, the task.
 
     ``count`` must be of the whole request (chat template included). The number of characters is found by
-    interpolation between the nearest known counts; a last gap is topped up with filler. Where
-    no exact length is found the nearest one below is returned.
+    interpolation between the nearest known counts; a last gap is topped up with filler. Where no exact
+    length is found the nearest one below is returned.
 
     Raises:
         UsageError: the target is smaller than the prompt's fixed parts.
     """
-    nonce = f"Excerpt {rng.getrandbits(64):016x}\n\n"
     start = rng.randrange(len(corpus.text))
 
     def build(chars: int, filler: int = 0) -> str:
-        return nonce + corpus.cut(start, chars) + FILLER * filler + TASK
+        return f"Excerpt {nonce}\n\n" + corpus.cut(start, chars) + FILLER * filler + TASK
 
     below, above = (0, count(build(0))), None
     if below[1] > target:
