@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from k3eval_local.engine.core import EngineCore, EngineStats
+from k3eval_local.engine.engine import Engine
 from k3eval_local.engine.errors import (
     ContextOverflow,
     EngineClosed,
@@ -22,8 +24,11 @@ from k3eval_local.engine.request import (
 
 __all__ = [
     "ContextOverflow",
+    "Engine",
     "EngineClosed",
+    "EngineCore",
     "EngineError",
+    "EngineStats",
     "Finish",
     "Generation",
     "GenerationRequest",

@@ -81,21 +81,29 @@ class CacheManager:
             self.pages.release(pinned, Holder.RUNNING)
             return None
         self._slots.sort(reverse=True)  # the lowest slots first: a dense batch needs no gather
-        memory = SequenceMemory(self._slots.pop(), limit, hit.position if hit is not None else 0)
-        if hit is None:
-            self.counters.misses += int(use_cache)
-            self._runner.reset_state(memory.slot)
-        else:
+        memory = SequenceMemory(
+            self._slots.pop(), limit, hit.position if hit is not None else 0, pinned[:whole]
+        )
+        self._promised += limit - whole
+        try:
+            if hit is None:
+                self._runner.reset_state(memory.slot)
+            else:
+                self._runner.load_state(memory.slot, hit.state_pages)
+                self.index.touch(hit)
+            self.grow(memory, len(tokens))
+            if len(pinned) > whole:  # the sequence will write behind a boundary inside this page
+                self._runner.copy_page(int(pinned[whole]), int(memory.table[whole]), memory.hit_tokens % size)
+        except Exception:
+            self.release(memory)
+            raise
+        finally:
+            self.pages.release(pinned[whole:], Holder.RUNNING)
+        if hit is not None:
             self.counters.hits += 1
             self.counters.hit_tokens += hit.position
-            self._runner.load_state(memory.slot, hit.state_pages)
-            self.index.touch(hit)
-        memory.table = pinned[:whole]
-        self._promised += limit - whole
-        self.grow(memory, len(tokens))
-        if len(pinned) > whole:  # the sequence will write behind a boundary inside this page
-            self._runner.copy_page(int(pinned[whole]), int(memory.table[whole]), memory.hit_tokens % size)
-            self.pages.release(pinned[whole:], Holder.RUNNING)
+        elif use_cache:
+            self.counters.misses += 1
         return memory
 
     def grow(self, memory: SequenceMemory, tokens: int) -> None:
@@ -128,7 +136,11 @@ class CacheManager:
         if not self._make_room(self.layout.state_pages):
             return False
         state_pages = self.pages.allocate(self.layout.state_pages, Holder.CACHED)
-        self._runner.save_state(memory.slot, state_pages)
+        try:
+            self._runner.save_state(memory.slot, state_pages)
+        except Exception:
+            self.pages.release(state_pages, Holder.CACHED)
+            raise
         pages = memory.table[: self.layout.pages_for(len(tokens))].copy()
         self.pages.retain(pages, Holder.CACHED)
         self.index.insert(tokens, Checkpoint(len(tokens), pages, state_pages), evict_first=evict_first)

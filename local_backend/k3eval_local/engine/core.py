@@ -135,10 +135,7 @@ class EngineCore:
     def submit(self, request: GenerationRequest) -> Generation:
         """Queues a request. Raises InvalidRequest, ContextOverflow, MemoryBudgetExceeded or EngineClosed."""
         self._check(request)
-        generation = Generation(request, submitted_ns=time.monotonic_ns(), on_cancel=lambda: None)
-        generation = Generation(
-            request, submitted_ns=generation.submitted_ns, on_cancel=lambda: self._ask_cancel(generation)
-        )
+        generation = Generation(request, submitted_ns=time.monotonic_ns(), on_cancel=self._ask_cancel)
         with self._wake:
             if self._closing or self._thread is None:
                 raise EngineClosed("the engine is not running; call start()")
@@ -231,11 +228,18 @@ class EngineCore:
     # Engine's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with torch.inference_mode():
-            while self._take_orders():
-                self._step()
-        for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
-            self._end(sequence, "cancelled")
+        try:
+            with torch.inference_mode():
+                while self._take_orders():
+                    self._step()
+        finally:  # whatever happened, nobody waits for ever and submit says that the engine is closed
+            with self._wake:
+                self._closing, self._clear_asked = True, False
+                self._scheduler.waiting.extend(self._inbox)
+                self._inbox.clear()
+                self._wake.notify_all()
+            for sequence in [*self._scheduler.waiting, *self._scheduler.running]:
+                self._end(sequence, "cancelled", "the engine was closed")
 
     def _take_orders(self) -> bool:
         """Waits for something to do; False when the engine is to stop."""
@@ -379,7 +383,7 @@ class EngineCore:
         if sequence.generated < request.min_tokens and request.stop_ids:
             stops = torch.tensor(sorted(request.stop_ids), device=device)
             whole = mask if mask is not None else torch.ones(self.layout.vocab_size, dtype=torch.bool)
-            rest = whole.to(device).index_fill(0, stops, False)  # noqa: FBT003 - torch's positional value
+            rest = whole.to(device).index_fill(0, stops, False)
             mask = rest if bool(rest.any()) else mask
         return mask
 

@@ -18,7 +18,7 @@ class Generation:
     """Handle of one accepted request. Made by `Engine.submit`."""
 
     def __init__(
-        self, request: GenerationRequest, *, submitted_ns: int, on_cancel: Callable[[], None]
+        self, request: GenerationRequest, *, submitted_ns: int, on_cancel: Callable[[Generation], None]
     ) -> None:
         self.request = request
         self.submitted_ns = submitted_ns
@@ -91,7 +91,7 @@ class Generation:
     def cancel(self) -> None:
         """Asks the engine to stop; its pages and slot are free by the engine's next step. Safe to repeat."""
         self._cancelled = True
-        self._on_cancel()
+        self._on_cancel(self)
 
     def publish(self, event: TokenEvent) -> None:
         """Engine only: delivers one token."""

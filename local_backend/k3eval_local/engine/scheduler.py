@@ -75,7 +75,7 @@ class Chunking:
         return (stop - start) * (1 + start / self.attention_parity)
 
     def next_cut(self, position: int, stops: Seq[int], end: int) -> int:
-        """Where the piece that starts at `position` ends: at a stop, at a multiple of its size, or at `end`."""
+        """Where the piece from `position` ends: at a stop, at a multiple of its size, or at `end`."""
         size = self.prefill_chunk
         while size > _MIN_PIECE and self.cost(position, position + size) > _PIECE_COST * self.prefill_chunk:
             size //= 2

@@ -1,0 +1,54 @@
+"""The engine for a `K3Model`: continuous batching, chunked prefill, paged cache, prefix reuse."""
+
+from __future__ import annotations
+
+import torch
+
+from k3eval_local.engine.core import EngineCore
+from k3eval_local.engine.k3_runner import K3Runner
+from k3eval_local.model.decoder import K3Model
+
+DEFAULT_MEMORY_BYTES = 2 * 1024**3
+"""Reserved address space; memory is only used as the cache fills."""
+
+
+class Engine(EngineCore):
+    """Generates token ids from token ids, for many requests at once.
+
+    `start()` (or `with Engine(...) as engine`) runs it on a thread of its own; `submit` returns a
+    `Generation` to iterate over; `close()` always joins.
+    """
+
+    def __init__(
+        self,
+        model: K3Model,
+        *,
+        memory_budget_bytes: int = DEFAULT_MEMORY_BYTES,
+        max_batch: int = 64,
+        prefill_chunk: int = 256,
+        block_tokens: int = 32,
+        checkpoint_tokens: int = 512,
+        cache_dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """Reserves the memory; does not start yet.
+
+        memory_budget_bytes: for the cache of all sequences, their recurrent states and saved prefixes.
+            Weights and a step's activations come on top.
+        max_batch: sequences that run at the same time; more wait.
+        prefill_chunk: most prompt tokens that a step runs besides one token of each stream.
+        block_tokens: tokens of a page of the cache.
+        checkpoint_tokens: spacing of the checkpoints that are kept besides those at turn ends.
+        cache_dtype: of the attention cache; the model's own by default.
+        seed: source of the seeds of requests that bring none.
+
+        Raises InvalidRequest when the budget does not hold max_batch states and one page.
+        """
+        runner = K3Runner(
+            model,
+            memory_budget_bytes=memory_budget_bytes,
+            max_batch=max_batch,
+            page_tokens=block_tokens,
+            cache_dtype=cache_dtype,
+        )
+        super().__init__(runner, prefill_chunk=prefill_chunk, checkpoint_tokens=checkpoint_tokens, seed=seed)
