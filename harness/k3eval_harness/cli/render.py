@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,3 +50,22 @@ def print_table(
 def say(text: str) -> None:
     """One or more lines on stdout, without markup."""
     console().print(text, markup=False)
+
+
+def write_text(text: str, out: Path | None) -> None:
+    """Write a document to ``out``, whole or not at all, else to stdout.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    if out is None:
+        sys.stdout.write(text)
+        return
+    from k3eval_harness.errors import UsageError
+
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}; choose another --out") from None
