@@ -1,0 +1,457 @@
+"""Bytes of a streamed reply to typed events, and to the whole message.
+
+Sans-io: ``feed`` takes bytes with their arrival time, whoever read them. Tolerates what hosts really send: deltas
+without index or id, whole messages in place of deltas, a finish repeated with the usage, nulls everywhere, errors
+inside the stream. A stream is complete only after a finish reason and (``[DONE]`` or usage); ``Reply.complete`` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from k3eval.errors import ProtocolError
+from k3eval.events import End, ReasoningDelta, StreamEvent, TextDelta, ToolCallDelta, UsageUpdate
+from k3eval.jsontypes import JsonValue, as_int, as_object, as_str, read_object, write_json
+from k3eval.messages import Message, Reasoning, ReasoningMember, ToolCall, detail_text
+from k3eval.meter.usage_wire import UsageFinder, UsageReport
+from k3eval.sse import DONE, SseParser
+
+FINISH_REASONS: Final = frozenset({"stop", "length", "tool_calls", "content_filter", "error"})
+_SNAPSHOT_PIECES: Final = 3
+"""So many pieces, each the one before plus more, show that a host sends the whole text so far every time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What one attempt gave, streamed or not. Times are monotonic nanoseconds."""
+
+    message: Message
+    raw_finish_reason: str | None
+    report: UsageReport | None
+    error: Mapping[str, JsonValue] | None
+    """The error object of a reply that failed under HTTP 200."""
+    complete: bool
+    id: str | None
+    model: str | None
+    served_by: str | None
+    """The host behind a router, where it says so."""
+    first_token_ns: int | None = None
+    last_token_ns: int | None = None
+    token_events: int = 0
+    first_event_chars: int = 0
+    total_chars: int = 0
+    raw: Mapping[str, JsonValue] = field(default_factory=dict)
+    """The last chunk or the whole reply, for members that have no field here."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The finish reason in the five words that every host shares, else ``other``."""
+        return normal_finish(self.raw_finish_reason)
+
+
+def normal_finish(raw: str | None) -> str | None:
+    """Map a host's finish reason to a known word; unlisted words become ``other``."""
+    if raw is None or raw in FINISH_REASONS:
+        return raw
+    return "tool_calls" if raw == "function_call" else "other"
+
+
+class _Text:
+    """Pieces of one text, joined at the end. Recognises a host that repeats the text so far in every piece."""
+
+    __slots__ = ("_cumulative", "_last", "pieces")
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+        self._last = ""
+        self._cumulative = True
+
+    def add(self, piece: str) -> str:
+        """Take a piece; return what is new in it."""
+        if self._cumulative:
+            last = self._last
+            if last and not (len(piece) > len(last) and piece.startswith(last)):
+                self._cumulative = False
+            elif len(self.pieces) >= _SNAPSHOT_PIECES:
+                self._last = piece
+                self.pieces.append(piece)
+                return piece[len(last) :]
+            self._last = piece
+        self.pieces.append(piece)
+        return piece
+
+    def value(self) -> str:
+        if self._cumulative and len(self.pieces) > _SNAPSHOT_PIECES:
+            return self._last
+        return mend_surrogates("".join(self.pieces))
+
+
+class _Call:
+    """One tool call under construction."""
+
+    __slots__ = ("arguments", "id", "name")
+
+    def __init__(self) -> None:
+        self.id = ""
+        self.name = ""
+        self.arguments: list[str] = []
+
+    def value(self, position: int, reply_id: str | None) -> ToolCall:
+        joined = mend_surrogates("".join(self.arguments))
+        if len(self.arguments) > 1 and not _is_object(joined) and _is_object(self.arguments[-1]):
+            joined = self.arguments[-1]  # a host that sent the whole text again
+        return ToolCall(self.id or f"call_{reply_id or 'x'}_{position}", self.name, joined)
+
+
+class MessageBuilder:
+    """Accumulates deltas to one assistant message and says which of them carry generated text."""
+
+    __slots__ = ("_by_index", "_calls", "_details", "_member", "_reasoning", "_text")
+
+    def __init__(self) -> None:
+        self._text = _Text()
+        self._reasoning = _Text()
+        self._member: ReasoningMember = "reasoning_content"
+        self._details: list[dict[str, JsonValue]] = []
+        self._calls: list[_Call] = []
+        self._by_index: dict[int, _Call] = {}
+
+    def add(self, delta: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
+        """Take one delta, append its events, and return how many generated characters it carried."""
+        before = len(events)
+        chars = self._add_reasoning(delta, at_ns, events)
+        content = delta.get("content")
+        if content:
+            text = content if isinstance(content, str) else _parts_text(content)
+            new = self._text.add(text)
+            if new:
+                events.append(TextDelta(new, at_ns))
+                chars += len(new)
+        calls = delta.get("tool_calls")
+        if isinstance(calls, list):
+            for call in calls:
+                if isinstance(call, dict):
+                    chars += self._add_call(call, at_ns, events)
+        return chars if len(events) > before else 0
+
+    def replace(self, message: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
+        """Take a whole message in place of a delta: what it states counts, what it leaves out stays."""
+        fresh = MessageBuilder()
+        found: list[StreamEvent] = []
+        fresh.add(message, at_ns, found)
+        chars = 0
+        for event in found:
+            known = self._reasoning if isinstance(event, ReasoningDelta) else self._text
+            if isinstance(event, ReasoningDelta | TextDelta):
+                event.text = event.text.removeprefix(known.value())
+                if not event.text:
+                    continue
+                chars += len(event.text)
+            elif isinstance(event, ToolCallDelta):
+                if self._calls:
+                    continue
+                chars += len(event.name or "") + len(event.arguments)
+            events.append(event)
+        for name in ("_text", "_reasoning"):
+            if getattr(fresh, name).pieces:
+                setattr(self, name, getattr(fresh, name))
+        if fresh._calls:
+            self._calls, self._by_index = fresh._calls, fresh._by_index
+        if fresh._details:
+            self._details = fresh._details
+        self._member = fresh._member if fresh._reasoning.pieces else self._member
+        return chars
+
+    def message(self, reply_id: str | None) -> Message:
+        """Return the message so far."""
+        text, thought = self._text.value(), self._reasoning.value()
+        reasoning = (
+            Reasoning(thought, tuple(self._details), self._member) if thought or self._details else None
+        )
+        calls = tuple(call.value(i, reply_id) for i, call in enumerate(self._calls))
+        return Message("assistant", text or (None if calls else ""), calls, reasoning=reasoning)
+
+    def _add_reasoning(self, delta: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
+        text = delta.get("reasoning_content")
+        if text:
+            self._member = "reasoning_content"
+        else:
+            text = delta.get("reasoning")
+            if text:
+                self._member = "reasoning"
+        details = delta.get("reasoning_details")
+        if isinstance(details, list) and details:
+            fresh = [item for item in details if isinstance(item, dict)]
+            _merge_details(self._details, fresh)
+            if not text:
+                self._member = "reasoning"
+                text = "".join(detail_text(item) for item in fresh)
+        if not isinstance(text, str) or not text:
+            return 0
+        new = self._reasoning.add(text)
+        if not new:
+            return 0
+        events.append(ReasoningDelta(new, at_ns))
+        return len(new)
+
+    def _add_call(self, data: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
+        function = as_object(data.get("function")) or {}
+        call_id, name = as_str(data.get("id")) or "", as_str(function.get("name")) or ""
+        raw = function.get("arguments")
+        arguments = "" if raw is None else raw if isinstance(raw, str) else write_json(raw).decode()
+        call = self._find_call(as_int(data.get("index")), call_id, name)
+        fresh_name = name if not call.name else ""
+        call.id = call.id or call_id
+        call.name = call.name or name
+        if arguments:
+            call.arguments.append(arguments)
+        if not (fresh_name or arguments or call_id):
+            return 0
+        position = self._calls.index(call)
+        events.append(ToolCallDelta(position, call_id or None, fresh_name or None, arguments, at_ns))
+        return len(fresh_name) + len(arguments)
+
+    def _find_call(self, index: int | None, call_id: str, name: str) -> _Call:
+        """Find the call that a piece belongs to. Some hosts leave out the index, the id, or both."""
+        if call_id:
+            for known in self._calls:
+                if known.id == call_id and (index is None or self._by_index.get(index) in (known, None)):
+                    return known
+        last = self._calls[-1] if self._calls else None
+        found = self._by_index.get(index) if index is not None else last
+        starts_new = (
+            found is None
+            or (call_id != "" and found.id not in ("", call_id))
+            or (index is None and not call_id and bool(name) and bool(found.name) and bool(found.arguments))
+        )
+        if found is None or starts_new:
+            found = _Call()
+            self._calls.append(found)
+        if index is not None:
+            self._by_index[index] = found
+        return found
+
+
+class StreamDecoder:
+    """Full decoder of one streamed reply: typed events out, the whole reply at the end."""
+
+    __slots__ = (
+        "_builder", "_done", "_ended", "_events", "_finish", "_id", "_model", "_raw", "_served_by", "_sse", "_usage",
+        "error", "first_event_chars", "first_token_ns", "last_token_ns", "token_events", "total_chars",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._sse = SseParser()
+        self._builder = MessageBuilder()
+        self._usage = UsageFinder()
+        self._events: list[StreamEvent] = []
+        self._finish: str | None = None
+        self._id: str | None = None
+        self._model: str | None = None
+        self._served_by: str | None = None
+        self._raw: Mapping[str, JsonValue] = {}
+        self._done = False
+        self._ended = False
+        self.error: Mapping[str, JsonValue] | None = None
+        self.first_token_ns: int | None = None
+        self.last_token_ns: int | None = None
+        self.token_events = 0
+        self.first_event_chars = 0
+        self.total_chars = 0
+
+    def feed(self, data: bytes, at_ns: int) -> None:
+        """Take bytes that arrived at ``at_ns``. ``ProtocolError`` where they are no chat stream."""
+        for event in self._sse.feed(data):
+            self._event(event, at_ns)
+
+    def finish(self, at_ns: int) -> None:
+        """Take the end of the bytes."""
+        for event in self._sse.finish():
+            self._event(event, at_ns)
+        if self.complete and not self._ended:
+            self._ended = True
+            self._events.append(End(normal_finish(self._finish) or "other", self._finish, at_ns))
+
+    def take(self) -> list[StreamEvent]:
+        """Return the events since the last call."""
+        events = self._events
+        if events:
+            self._events = []
+        return events
+
+    @property
+    def started(self) -> bool:
+        """Whether any chunk has been seen."""
+        return bool(self._raw) or self._done
+
+    @property
+    def complete(self) -> bool:
+        """Whether the reply ended as the wire format says."""
+        return (
+            self._finish is not None and self.error is None and (self._done or self._usage.report is not None)
+        )
+
+    def reply(self, headers: Mapping[str, str]) -> Reply:
+        """Return the reply so far."""
+        self._usage.see_headers(headers)
+        return Reply(
+            message=self._builder.message(self._id),
+            raw_finish_reason=self._finish,
+            report=self._usage.report,
+            error=self.error,
+            complete=self.complete,
+            id=self._id,
+            model=self._model,
+            served_by=self._served_by,
+            first_token_ns=self.first_token_ns,
+            last_token_ns=self.last_token_ns,
+            token_events=self.token_events,
+            first_event_chars=self.first_event_chars,
+            total_chars=self.total_chars,
+            raw=self._raw,
+        )
+
+    def _event(self, data: bytes, at_ns: int) -> None:
+        if data == DONE or data.strip() == DONE:
+            self._done = True
+            return
+        try:
+            payload = read_object(data)
+        except ValueError as error:
+            raise ProtocolError(f"a stream event is not a JSON object: {error}") from error
+        self._raw = payload
+        if self._id is None:
+            self._id = as_str(payload.get("id"))
+        model = payload.get("model")
+        if isinstance(model, str):
+            self._model = model
+        provider = payload.get("provider")
+        if isinstance(provider, str):
+            self._served_by = provider
+        if payload.get("error") or payload.get("object") == "error":
+            self.error = as_object(payload.get("error")) or payload
+        choices = payload.get("choices")
+        if isinstance(choices, list):
+            for choice in choices:
+                if isinstance(choice, dict) and not choice.get("index"):
+                    self._choice(choice, at_ns)
+                    if choice.get("usage") is not None:
+                        self._see_usage(payload, at_ns)
+        if payload.get("usage") is not None:
+            self._see_usage(payload, at_ns)
+
+    def _choice(self, choice: Mapping[str, JsonValue], at_ns: int) -> None:
+        chars = 0
+        delta = choice.get("delta")
+        if isinstance(delta, dict):
+            if delta:
+                chars = self._builder.add(delta, at_ns, self._events)
+        else:
+            message = choice.get("message")
+            if isinstance(message, dict):
+                chars = self._builder.replace(message, at_ns, self._events)
+        if chars:
+            if self.first_token_ns is None:
+                self.first_token_ns = at_ns
+                self.first_event_chars = chars
+            self.last_token_ns = at_ns
+            self.token_events += 1
+            self.total_chars += chars
+        finish = choice.get("finish_reason")
+        if finish and isinstance(finish, str) and (self._finish is None or finish == "error"):
+            self._finish = finish
+        if choice.get("error"):
+            self.error = as_object(choice.get("error")) or {"message": str(choice.get("error"))}
+
+    def _see_usage(self, payload: Mapping[str, JsonValue], at_ns: int) -> None:
+        if self._usage.see(payload) and self._usage.report is not None:
+            self._events.append(UsageUpdate(self._usage.report.usage, at_ns))
+
+
+def read_reply(payload: Mapping[str, JsonValue], headers: Mapping[str, str]) -> Reply:
+    """Read a whole (not streamed) chat completion. ``ProtocolError`` where there is neither choice nor error."""
+    usage = UsageFinder()
+    usage.see(payload)
+    usage.see_headers(headers)
+    choices = payload.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    error = as_object(payload.get("error")) or as_object(choice.get("error"))
+    if payload.get("object") == "error":
+        error = payload
+    if not choice and error is None:
+        raise ProtocolError("the reply has neither a choice nor an error")
+    message = Message.from_json(choice.get("message") or {"role": "assistant", "content": None})
+    finish = as_str(choice.get("finish_reason")) or None
+    return Reply(
+        message=_with_ids(message, as_str(payload.get("id"))),
+        raw_finish_reason=finish,
+        report=usage.report,
+        error=error,
+        complete=error is None and finish not in (None, "error"),
+        id=as_str(payload.get("id")),
+        model=as_str(payload.get("model")),
+        served_by=as_str(payload.get("provider")),
+        total_chars=len(message.text),
+        raw=payload,
+    )
+
+
+def _with_ids(message: Message, reply_id: str | None) -> Message:
+    """Name tool calls that came without an id, so that their results can be told apart."""
+    if all(call.id for call in message.tool_calls):
+        return message
+    calls = tuple(
+        call if call.id else ToolCall(f"call_{reply_id or 'x'}_{i}", call.name, call.arguments)
+        for i, call in enumerate(message.tool_calls)
+    )
+    return Message(
+        message.role,
+        message.content,
+        calls,
+        message.tool_call_id,
+        message.name,
+        message.reasoning,
+        message.extra,
+    )
+
+
+def mend_surrogates(text: str) -> str:
+    """Join the two halves of a character that a host split over two JSON strings."""
+    if text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        read_object(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _parts_text(content: JsonValue) -> str:
+    if not isinstance(content, list):
+        return ""
+    return "".join(as_str(part.get("text")) or "" for part in content if isinstance(part, dict))
+
+
+def _merge_details(known: list[dict[str, JsonValue]], fresh: list[Mapping[str, JsonValue]]) -> None:
+    """Join text pieces of the same detail; every other detail is kept as it came."""
+    for item in fresh:
+        last = known[-1] if known else None
+        key = next((k for k in ("text", "summary") if isinstance(item.get(k), str)), None)
+        if (
+            last is not None
+            and key is not None
+            and isinstance(last.get(key), str)
+            and last.get("type") == item.get("type")
+            and last.get("index") == item.get("index")
+        ):
+            joined = f"{last[key]}{item[key]}"
+            last.update({name: value for name, value in item.items() if value is not None})
+            last[key] = joined
+        else:
+            known.append(dict(item))
