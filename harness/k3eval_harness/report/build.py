@@ -125,7 +125,9 @@ def build_report(trials: Sequence[TrialRecord], summary: JobSummary | None, name
         pass_rates=pass_rates(groups),
         void_causes=_count(t.cause or "unknown" for t in trials if t.outcome is Outcome.VOID),
         void_details=tuple(
-            f"{t.task.name}: {t.detail}" for t in trials if t.outcome is Outcome.VOID and t.detail
+            f"{t.task.name}: {' '.join(t.detail.split())}"
+            for t in trials
+            if t.outcome is Outcome.VOID and t.detail
         ),
         stop_reasons=_count(t.stop_reason for t in trials),
         tokens=_sum_tokens(trials),
