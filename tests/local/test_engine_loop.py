@@ -274,11 +274,7 @@ def test_sessions_that_share_prefixes_in_random_interleavings(seed: int):
         assert_nothing_leaked(engine)
 
 
-steps = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 6), st.booleans()),
-    min_size=1,
-    max_size=12,
-)
+step = st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 6), st.booleans())
 
 
 @settings(max_examples=40, deadline=None)
