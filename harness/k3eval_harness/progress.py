@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 
 from k3eval_harness.engine import events
 from k3eval_harness.results.schema import Costs, JobSummary, Outcome, TokenCounts, TrialRecord, TurnRecord
+from k3eval_harness.results.sums import sum_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -213,25 +214,10 @@ def _after_turn(row: TrialRow, turn: TurnRecord) -> TrialRow:
     return replace(
         row,
         context_tokens=turn.tokens.prompt or row.context_tokens,
-        tokens=add_tokens(row.tokens, turn.tokens),
+        tokens=sum_tokens((row.tokens, turn.tokens)),
         billed=row.billed if cost is None else cost + (row.billed or 0),
         currency=turn.costs.currency,
         tok_s=1 / speed if speed else row.tok_s,
-    )
-
-
-def add_tokens(left: TokenCounts, right: TokenCounts) -> TokenCounts:
-    """Sum, field by field; a counter is unknown only where both are."""
-
-    def plus(a: int | None, b: int | None) -> int | None:
-        return None if a is None and b is None else (a or 0) + (b or 0)
-
-    return TokenCounts(
-        miss=left.miss + right.miss,
-        cache_read=plus(left.cache_read, right.cache_read),
-        cache_write=plus(left.cache_write, right.cache_write),
-        output_text=left.output_text + right.output_text,
-        output_reasoning=plus(left.output_reasoning, right.output_reasoning),
     )
 
 

@@ -7,7 +7,7 @@ from decimal import Decimal
 import pytest
 from surface_samples import summary, trial, turn
 
-from k3eval_harness.report.build import COMPLETE, JobReport, build_report, pass_rates, sum_costs
+from k3eval_harness.report.build import COMPLETE, JobReport, build_report, pass_rates, total_costs
 from k3eval_harness.report.compare import compare
 from k3eval_harness.report.markdown import comparison_markdown, report_markdown
 from k3eval_harness.report.table import summary_lines
@@ -122,10 +122,12 @@ def test_unknown_costs_are_dashes_and_other_currencies_are_not_added() -> None:
     report = build_report([trial("one")], summary(planned=1), "job-1")
     assert report.costs.billed is None
     assert "$0.0" not in report_markdown(report)
-    mixed = sum_costs([Costs(billed=Decimal(1)), Costs(billed=Decimal(1), currency="CNY")])
-    assert mixed == Costs(currency="mixed")
-    part = sum_costs([Costs(computed=Decimal(2)), Costs()])
-    assert (part.billed, part.computed) == (None, Decimal(2))
+    known = trial("one", turns=(turn(),))
+    yuan = known.model_copy(update={"costs": Costs(billed=Decimal(1), currency="CNY")})
+    assert total_costs([known, yuan]) == Costs(currency="mixed")
+    lost = known.model_copy(update={"costs": Costs(computed=Decimal(2))})
+    assert total_costs([known, lost]).billed is None
+    assert total_costs([known, trial("no model call")]) == total_costs([known])
 
 
 def test_markup_in_task_names_and_details_is_shown_as_it_is() -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from decimal import Decimal
 from statistics import median
 from typing import Final, Literal
 
 from k3eval_harness import stats
 from k3eval_harness.decode.series import ContextReach, DecodeSeries, context_reach, decode_series
-from k3eval_harness.progress import add_tokens
 from k3eval_harness.report.claims import CLAIMS, Claim
 from k3eval_harness.results.schema import (
     Costs,
@@ -27,6 +25,7 @@ from k3eval_harness.results.schema import (
     TokenCounts,
     TrialRecord,
 )
+from k3eval_harness.results.sums import sum_costs, sum_tokens
 
 REPORT_SCHEMA: Final = "k3eval-report-1"
 COMPLETE: Final = "complete"
@@ -130,8 +129,8 @@ def build_report(trials: Sequence[TrialRecord], summary: JobSummary | None, name
             if t.outcome is Outcome.VOID and t.detail
         ),
         stop_reasons=_count(t.stop_reason for t in trials),
-        tokens=_sum_tokens(trials),
-        costs=sum_costs([t.costs for t in trials]),
+        tokens=sum_tokens(t.tokens for t in trials),
+        costs=total_costs(trials),
         model_seconds=sum(turn.model_seconds for turn in turns),
         tool_seconds=sum(turn.tool_seconds for turn in turns),
         decode=decode_series(turn.decode for turn in turns),
@@ -171,34 +170,15 @@ def pass_rates(groups: dict[str, list[float]]) -> tuple[PassRate, ...]:
     return tuple(rates)
 
 
-def sum_costs(costs: Sequence[Costs]) -> Costs:
-    """Sum of each view over the entries that know it; a view that no entry knows is unknown.
+def total_costs(trials: Sequence[TrialRecord]) -> Costs:
+    """Cost of the trials that called a model; a view that one of them does not know is unknown.
 
     Different currencies are not added: then every view is unknown and the currency ``mixed``.
     """
-    currencies = {c.currency for c in costs if (c.billed, c.computed, c.ideal_cache) != (None, None, None)}
-    if len(currencies) > 1:
+    costs = [t.costs for t in trials if t.turns or t.costs != Costs()]
+    if len({c.currency for c in costs}) > 1:
         return Costs(currency="mixed")
-    rows = {c.price_row for c in costs if c.price_row}
-    return Costs(
-        billed=_sum_known([c.billed for c in costs]),
-        computed=_sum_known([c.computed for c in costs]),
-        ideal_cache=_sum_known([c.ideal_cache for c in costs]),
-        currency=currencies.pop() if currencies else "USD",
-        price_row=", ".join(sorted(rows)) or None,
-    )
-
-
-def _sum_known(amounts: Sequence[Decimal | None]) -> Decimal | None:
-    known = [amount for amount in amounts if amount is not None]
-    return sum(known, Decimal(0)) if known else None
-
-
-def _sum_tokens(trials: Sequence[TrialRecord]) -> TokenCounts:
-    total = TokenCounts()
-    for trial in trials:
-        total = add_tokens(total, trial.tokens)
-    return total
+    return sum_costs(costs)
 
 
 def _task_row(task: str, trials: Sequence[TrialRecord]) -> TaskRow:
@@ -212,8 +192,8 @@ def _task_row(task: str, trials: Sequence[TrialRecord]) -> TaskRow:
         failed=outcomes[Outcome.FAILED],
         void=outcomes[Outcome.VOID],
         turns=median(turns) if turns else None,
-        tokens=_sum_tokens(trials),
-        costs=sum_costs([t.costs for t in trials]),
+        tokens=sum_tokens(t.tokens for t in trials),
+        costs=total_costs(trials),
         wall_s=median(walls) if walls else None,
         detail=details[-1] if details else None,
     )
