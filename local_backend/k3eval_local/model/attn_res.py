@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from k3eval_local.model.norm import wide
+from k3eval_local.model.norm import exact, wide
 
 AttnResForm = Literal["direct", "two_phase"]
 
@@ -95,13 +95,14 @@ class BlockStream:
         if not self.bank:
             return self.partial
         query = self._queries[which]
-        if self._form == "direct":
-            return mix([*self.bank, self.partial], query, self._eps)
-        if self._phase_one is None:
-            self._phase_start = which
-            ahead = self._queries[which : which + 2 * self._block]
-            self._phase_one = read_bank(self.bank, ahead, self._eps)
-        return merge_partial(self._phase_one, which - self._phase_start, self.partial, query, self._eps)
+        with exact(self.partial.device):
+            if self._form == "direct":
+                return mix([*self.bank, self.partial], query, self._eps)
+            if self._phase_one is None:
+                self._phase_start = which
+                ahead = self._queries[which : which + 2 * self._block]
+                self._phase_one = read_bank(self.bank, ahead, self._eps)
+            return merge_partial(self._phase_one, which - self._phase_start, self.partial, query, self._eps)
 
     def write_attention(self, output: Tensor) -> None:
         """Add an attention output; at a block's first layer close the block before it."""

@@ -259,8 +259,8 @@ class K3Model(nn.Module):
 
 def mix_query(norm: RMSNorm, proj: nn.Linear) -> Tensor:
     """W * gamma [d] in fp32: norm weight and pseudo-query only ever act as their product."""
-    exact = wide(norm.weight.dtype)
-    return norm.weight.to(exact) * proj.weight[0].to(exact)
+    kept = wide(norm.weight.dtype)
+    return norm.weight.to(kept) * proj.weight[0].to(kept)
 
 
 def _segment(state: ModelState, batch: int, width: int, lengths: Sequence[int] | Tensor | None) -> Segment:

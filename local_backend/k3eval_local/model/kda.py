@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from k3eval_local.model.config import K3Config
-from k3eval_local.model.norm import RMSNorm, l2norm, rmsnorm, wide
+from k3eval_local.model.norm import RMSNorm, exact, l2norm, rmsnorm, wide
 from k3eval_local.model.state import KDAState, Segment
 
 KDAForm = Literal["recurrent", "chunk", "step"]
@@ -89,8 +89,8 @@ def kda_recurrent(
     Returns o [B, T, H, d_v] and the state after the last token.
     """
     outputs = []
-    for t in range(q.shape[1]):
-        o, S = kda_step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], S)
+    for token in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
+        o, S = kda_step(*token, S)
         outputs.append(o)
     return (torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)), S
 
@@ -103,7 +103,7 @@ def kda_chunk(
     beta: Tensor,
     S: Tensor,
     *,
-    chunk: int = 32,
+    chunk: int = 16,
     bounded: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Chunkwise form: shapes and results of ``kda_recurrent``, by matrix products over ``chunk`` tokens.
@@ -143,10 +143,11 @@ def kda_chunk(
     read, last = Gamma * q, Gamma[..., -1, :, None]
     write = ((G[..., -1:, :] - G).exp() * k).transpose(-1, -2)
     outputs = []
-    for n in range(count):
-        written = U[:, :, n] - W[:, :, n] @ S
-        outputs.append(read[:, :, n] @ S + scores[:, :, n] @ written)
-        S = last[:, :, n] * S + write[:, :, n] @ written
+    # unbind, not indexing: its gradient is one stack, where indexing would add one full tensor per chunk
+    for u, w, r, a, fade, k_t in zip(*(x.unbind(2) for x in (U, W, read, scores, last, write)), strict=True):
+        written = u - w @ S
+        outputs.append(r @ S + a @ written)
+        S = fade * S + k_t @ written
     o = torch.stack(outputs, dim=2).permute(0, 2, 3, 1, 4).reshape(B, count * chunk, H, -1)
     return o[:, :T], S
 
@@ -190,33 +191,34 @@ class KDA(nn.Module):
         super().__init__()
         d, P, linear = config.hidden_size, config.kda_width, config.linear_attn
         self.heads, self.head_dim, self.bound = linear.num_heads, linear.head_dim, linear.gate_lower_bound
-        exact = wide(dtype)
+        kept = wide(dtype)
 
         def matrix(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
 
         self.q_proj, self.k_proj, self.v_proj = matrix(d, P), matrix(d, P), matrix(d, P)
         taps = linear.short_conv_kernel_size
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(P, taps, exact) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(P, taps, kept) for _ in range(3))
         self.f_a_proj, self.f_b_proj = matrix(d, self.head_dim), matrix(self.head_dim, P)
         self.b_proj = matrix(d, self.heads)
         self.g_proj = matrix(d, P)
-        self.A_log = nn.Parameter(torch.zeros(self.heads, dtype=exact))
-        self.dt_bias = nn.Parameter(torch.zeros(P, dtype=exact))
-        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, exact)
+        self.A_log = nn.Parameter(torch.zeros(self.heads, dtype=kept))
+        self.dt_bias = nn.Parameter(torch.zeros(P, dtype=kept))
+        self.o_norm = RMSNorm(self.head_dim, config.rms_norm_eps, kept)
         self.o_proj = matrix(P, d)
 
     def forward(self, x: Tensor, state: KDAState, segment: Segment, form: KDAForm) -> tuple[Tensor, KDAState]:
         """X [B, T, d], normed -> (y [B, T, d], new state). Padding leaves the state untouched."""
         q, k, v, g, beta, conv = self.inputs(x, state.conv, segment)
-        S = state.S
-        if form == "step":
-            o, S = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], S)
-            o = o[:, None]
-        elif form == "recurrent":
-            o, S = kda_recurrent(q, k, v, g, beta, S)
-        else:
-            o, S = kda_chunk(q, k, v, g, beta, S, bounded=self.bound is not None and self.bound >= SAFE_BOUND)
+        bounded = self.bound is not None and self.bound >= SAFE_BOUND
+        with exact(x.device):
+            if form == "step":
+                o, S = kda_step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.S)
+                o = o[:, None]
+            elif form == "recurrent":
+                o, S = kda_recurrent(q, k, v, g, beta, state.S)
+            else:
+                o, S = kda_chunk(q, k, v, g, beta, state.S, bounded=bounded)
         return self.output(x, o), KDAState(conv, S)
 
     def inputs(

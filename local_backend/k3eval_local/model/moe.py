@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from k3eval_local.model.config import K3Config
 from k3eval_local.model.mxfp4 import dequantize
-from k3eval_local.model.norm import RMSNorm, wide
+from k3eval_local.model.norm import RMSNorm, exact, wide
 from k3eval_local.model.situ import SituMLP, situ_glu, situ_mlp
 
 ExpertForm = Literal["loop", "batched"]
@@ -51,8 +51,9 @@ def route(x: Tensor, router: Tensor, bias: Tensor, top_k: int, scaling: float = 
 
     bf16 logits would give about 5% of the tokens another set of experts.
     """
-    exact = wide(x.dtype)
-    scores = torch.sigmoid(functional.linear(x.to(exact), router.to(exact)))
+    kept = wide(x.dtype)
+    with exact(x.device):
+        scores = torch.sigmoid(functional.linear(x.to(kept), router.to(kept)))
     index = (scores.detach() + bias).topk(top_k, dim=-1).indices
     chosen = scores.gather(-1, index)
     return Routing(index, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling, scores)

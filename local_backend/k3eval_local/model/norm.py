@@ -11,6 +11,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def exact(device: torch.device) -> torch.autocast:
+    """Context in which ``torch.autocast`` does not touch products that K3 computes in fp32."""
+    return torch.autocast(device.type, enabled=False)
+
+
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last axis; same shape and dtype as ``x``.
 
