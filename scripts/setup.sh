@@ -13,13 +13,20 @@ is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }
 
+has_venv() {
+    "$1" -c 'import ensurepip, venv' 2>/dev/null
+}
+
+# The first Python that will do; one that can make environments before one that needs a package for it.
 find_python() {
-    local candidate
-    for candidate in "${PYTHON:-}" /usr/bin/python3.11 python3.11 python3.12 python3.13 python3; do
-        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null && is_new_enough "$candidate"; then
-            printf '%s\n' "$candidate"
-            return
-        fi
+    local candidate test
+    for test in has_venv true; do
+        for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3 /usr/bin/python3.11}; do
+            if is_new_enough "$candidate" && "$test" "$candidate"; then
+                printf '%s\n' "$candidate"
+                return
+            fi
+        done
     done
     return 1
 }
@@ -31,7 +38,7 @@ wanted_stamp() {
 
 make_venv() {
     local python=$1 version
-    if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    if ! has_venv "$python"; then
         version=$("$python" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
         can_apt || die "$python has no venv module: install $version (Debian, Ubuntu), or set PYTHON to another python3.11"
         apt_install "$version"
@@ -52,11 +59,13 @@ main() {
         python=$(find_python) || die "the distribution's python3 is older than 3.11: install a newer one and set PYTHON to it"
     fi
     # a moved or broken environment is made anew
-    .venv/bin/python -c 'import pip' 2>/dev/null && is_new_enough .venv/bin/python || make_venv "$python"
+    if ! .venv/bin/python -c 'import pip' 2>/dev/null || ! is_new_enough .venv/bin/python; then
+        make_venv "$python"
+    fi
     say "installing k3eval and its pinned dependencies into .venv (minutes the first time)"
     export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-    .venv/bin/python -m pip install -q "pip==$PIP_VERSION"
-    .venv/bin/python -m pip install -q -c constraints.txt -e '.[local,dev]'
+    .venv/bin/python -m pip install -qq "pip==$PIP_VERSION"
+    .venv/bin/python -m pip install -qq -c constraints.txt -e '.[local,dev]'
     wanted_stamp > "$STAMP"
 }
 
