@@ -249,7 +249,8 @@ def theil_sen(x: Sequence[float], y: Sequence[float], level: float = 0.95, seed:
         xs, ys = xs[kept], ys[kept]
     if len(np.unique(xs)) < 2:
         return None
-    slope, _, low, high = theilslopes(ys, xs, alpha=level)
+    with np.errstate(invalid="ignore"):  # ties in x and y can leave Sen's variance negative: no interval then
+        slope, _, low, high = theilslopes(ys, xs, alpha=level)
     interval = None
     if len(xs) >= 3 and math.isfinite(low) and math.isfinite(high):
         interval = Interval(low=float(low), high=float(high), level=level, method=f"Theil-Sen, n={len(xs)}")

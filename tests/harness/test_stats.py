@@ -244,6 +244,9 @@ def test_theil_sen_edges() -> None:
     two = stats.theil_sen([0.0, 2.0], [1.0, 2.0])
     assert two is not None
     assert (two.intercept, two.slope, two.slope_interval) == (1.0, 0.5, None)
+    tied = stats.theil_sen([1.0] * 4 + [2.0] * 4, [5.0] * 8)
+    assert tied is not None
+    assert (tied.slope, tied.slope_interval) == (0.0, None)
     with pytest.raises(ValueError, match="values"):
         stats.theil_sen([1.0], [])
     many = np.arange(5000.0)
