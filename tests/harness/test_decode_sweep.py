@@ -28,7 +28,7 @@ def words(text: str) -> int:
 
 @dataclass
 class KnownModel:
-    """Needs ``a + b c`` seconds per token; the server's figure is 1 % off, and repeated prompts are cached."""
+    """Needs ``a + b c`` seconds per token; the server is 1 % off, and repeated prompts are cached."""
 
     name: str
     a: float
