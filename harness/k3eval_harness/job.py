@@ -6,19 +6,60 @@ time limit stop it early with every finished trial kept and no container left.
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
+import string
 import threading
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from k3eval_harness.agent.protocol import AgentLimits
-from k3eval_harness.engine.events import JobObserver
-from k3eval_harness.results.schema import JobSummary
-from k3eval_harness.task import Task
+from k3eval_harness.agent.protocol import Agent, AgentLimits
+from k3eval_harness.agent.registry import make_agent
+from k3eval_harness.clients import ClientFactory
+from k3eval_harness.engine.events import (
+    JobEvent,
+    JobFinished,
+    JobObserver,
+    JobStarted,
+    SilentObserver,
+    TokenTick,
+    TrialFinished,
+    TrialPhase,
+    TrialStarted,
+    TurnFinished,
+    TurnStarted,
+)
+from k3eval_harness.engine.executor import Executor, ThreadExecutor
+from k3eval_harness.errors import BudgetError, Cancelled, HarnessError, TaskError, UsageError
+from k3eval_harness.journal import Journal, utc_now
+from k3eval_harness.launcher import local_server
+from k3eval_harness.provenance import collect_provenance
+from k3eval_harness.results import harbor
+from k3eval_harness.results.layout import JobLayout, append_line, remember_secrets, write_json
+from k3eval_harness.results.schema import JobSummary, ModelInfo, Outcome, Provenance, TrialRecord, TurnRecord
+from k3eval_harness.results.summary import summarise
+from k3eval_harness.sandbox.container import DockerProvider
+from k3eval_harness.sandbox.engine import EngineInfo, check_disk, connect, engine_info
+from k3eval_harness.sandbox.images import ImageBuilder, image_repository
+from k3eval_harness.sandbox.lease import reap
+from k3eval_harness.task import Task, lint_task, unsupported
+from k3eval_harness.trial import Phase, Trial, TrialSetup
 
 if TYPE_CHECKING:
-    from k3eval import ModelRef
+    from docker import DockerClient
+
+    from k3eval import Message, ModelRef
+
+_ALPHABET: Final = string.ascii_letters + string.digits
+_NAME_CHARS: Final = 32
+MAX_TRIALS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +101,9 @@ class JobPlan:
     job_id: str
     trials: tuple[TrialPlan, ...]
     images: tuple[str, ...]
-    """Image names, one per different environment."""
+    """Image names, one per different environment; a content hash is added as tag when they are built."""
     worst_case_cost: Decimal | None
-    """Limit on money where there is one; None = unlimited or free."""
+    """The limit on money; zero when nothing costs money; None = no limit."""
     notes: tuple[str, ...]
 
 
@@ -71,12 +112,292 @@ def plan_job(config: JobConfig) -> JobPlan:
 
     Raises UsageError or TaskError.
     """
-    raise RuntimeError
+    if not config.tasks:
+        raise UsageError("no task given; see `k3eval tasks list`")
+    if config.attempts < 1 or config.concurrency < 1:
+        raise UsageError("attempts and concurrency must be at least 1")
+    if len(config.tasks) * config.attempts > MAX_TRIALS:
+        raise UsageError(f"more than {MAX_TRIALS} trials; run fewer tasks or attempts at a time")
+    agent = make_agent(config.agent)
+    if agent.needs_model and config.model is None:
+        raise UsageError(f"agent {config.agent} needs a model, for example --model local/a")
+    for task in config.tasks:
+        reason = unsupported(task)
+        if reason:
+            raise TaskError(f"{task.path}: {reason}")
+    trials = tuple(
+        TrialPlan(_trial_id(task), task, attempt, config.seed + attempt - 1)
+        for attempt in range(1, config.attempts + 1)
+        for task in config.tasks
+    )
+    stamp = utc_now().strftime("%Y-%m-%d__%H-%M-%S")
+    return JobPlan(
+        job_id=f"{stamp}__{_random(4)}",
+        trials=trials,
+        images=tuple(dict.fromkeys(image_repository(task) for task in config.tasks)),
+        worst_case_cost=_worst_case(config, len(trials)),
+        notes=tuple(_notes(config)),
+    )
 
 
 def run_job(config: JobConfig, observer: JobObserver, cancel: threading.Event) -> JobSummary:
-    """Run the job to its end and return what ``job.json`` says."""
-    raise RuntimeError
+    """Run the job to its end and return what ``job.json`` says.
+
+    Raises UsageError, TaskError, ConfigError or EngineUnavailable before anything is started or written.
+    """
+    plan = plan_job(config)
+    agent = make_agent(config.agent)
+    client = connect()
+    try:
+        check_disk(client)
+        with _served(config, cancel) as (model, info), ClientFactory(config, model) as clients:
+            return _JobRun(config, plan, agent, client, observer, cancel, clients, info).run()
+    finally:
+        client.close()
+
+
+@contextmanager
+def _served(config: JobConfig, cancel: threading.Event) -> Iterator[tuple[ModelRef | None, ModelInfo | None]]:
+    """The model as it can be called; a local one without a URL is served for the length of the job."""
+    ref = config.model
+    if ref is None or not make_agent(config.agent).needs_model:
+        yield None, None
+    elif ref.provider == "local" and ref.base_url is None:
+        with local_server(ref.model, config.seed, cancel=cancel) as server:
+            name = str(ref)
+            yield (
+                replace(ref, base_url=server.base_url, model=server.model),
+                ModelInfo(name=name, provider=ref.provider, model=server.model, weights=server.weights),
+            )
+    else:
+        base_url = re.sub(r"//[^/@]*@", "//", ref.base_url) if ref.base_url else None
+        name = re.sub(r"//[^/@]*@", "//", str(ref))
+        yield ref, ModelInfo(name=name, provider=ref.provider, model=ref.model, base_url=base_url)
+
+
+class _JobRun:
+    """One run of a planned job."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        plan: JobPlan,
+        agent: Agent,
+        client: DockerClient,
+        observer: JobObserver,
+        cancel: threading.Event,
+        clients: ClientFactory,
+        model: ModelInfo | None,
+    ) -> None:
+        self._config, self._plan, self._agent = config, plan, agent
+        self._client, self._clients, self._model = client, clients, model
+        self._cancel = cancel
+        self._layout = JobLayout(config.out / plan.job_id)
+        self._observer = observer
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._stop_error: HarnessError = Cancelled("stopped by the user")
+        self._records: list[TrialRecord] = []
+        self._running = 0
+        self._provider = DockerProvider(client)
+        self._images = ImageBuilder(client, self._log, self._stop)
+        self._started_at = utc_now()
+        self._start = time.monotonic()
+        self._engine: EngineInfo = engine_info(client)
+        self._provenance: Provenance = collect_provenance(self._engine.version, clients.prices_checked_on)
+
+    def run(self) -> JobSummary:
+        """Run all trials; see ``run_job``."""
+        config, plan = self._config, self._plan
+        remember_secrets(os.environ)
+        self._layout.root.mkdir(parents=True)
+        self._write_harbor_inputs()
+        journal = Journal(self._layout.journal)
+        self._log(
+            f"job {plan.job_id}: {len(plan.trials)} trials, agent {config.agent}, model {self._model_name}"
+        )
+        for name in reap(self._client):
+            self._log(f"removed the left-over container {name}")
+        self._emit(
+            JobStarted(plan.job_id, len(plan.trials), config.agent, self._model_name, self._layout.root)
+        )
+        executor: Executor = ThreadExecutor(config.concurrency)
+        try:
+            with journal.act("job", trials=[trial.trial_id for trial in plan.trials]) as act:
+                executor.run(
+                    [partial(self._run_trial, trial) for trial in plan.trials],
+                    self._stop,
+                    self._poll,
+                    lambda: self._stop_with(Cancelled("stopped by the user")),
+                )
+                act.details = {"finished": len(self._records)}
+        except KeyboardInterrupt:
+            self._stop_with(Cancelled("stopped by the user"))
+        finally:
+            self._provider.close()
+            summary = self._summarise()
+            write_json(self._layout.job_json, summary)
+            self._write_harbor_result()
+        self._log(f"passed {summary.passed}, failed {summary.failed}, void {summary.void}")
+        self._emit(JobFinished(summary))
+        return summary
+
+    @property
+    def _model_name(self) -> str | None:
+        return self._model.name if self._model else None
+
+    def _run_trial(self, plan: TrialPlan) -> None:
+        with self._lock:
+            self._running += 1
+        self._emit(TrialStarted(plan.trial_id, plan.task.name, plan.attempt))
+        layout = self._layout.trial(plan.trial_id)
+        setup = TrialSetup(
+            trial_id=plan.trial_id,
+            job_id=self._plan.job_id,
+            task=plan.task,
+            attempt=plan.attempt,
+            seed=plan.seed,
+            agent=self._agent if self._config.agent in ("oracle", "nop") else make_agent(self._config.agent),
+            limits=self._config.limits,
+            layout=layout,
+            images=self._images,
+            provider=self._provider,
+            stop=self._stop,
+            stopped_by=lambda: self._stop_error,
+            listener=_EventListener(plan.trial_id, self._emit),
+            provenance=self._provenance,
+            max_cpus=float(self._engine.cpus),
+            model=self._model,
+            new_client=self._clients.new_client if self._model else None,
+        )
+        trial_config = harbor.trial_config(
+            plan.trial_id,
+            self._plan.job_id,
+            self._layout.root,
+            *self._harbor_task(plan.task),
+            *self._harbor_agent,
+        )
+        try:
+            trial = Trial(setup)
+            write_json(layout.config_json, trial_config)
+            write_json(layout.lock_json, self._trial_lock(plan))
+            record = trial.run()
+            result = harbor.trial_result(record, layout.root, plan.task.path, trial_config)
+            write_json(layout.result_json, result)
+        except OSError as error:
+            self._stop_with(HarnessError(f"results cannot be written: {error}"))
+            return
+        finally:
+            with self._lock:
+                self._running -= 1
+        with self._lock:
+            self._records.append(record)
+            self._write_harbor_result()
+        if record.outcome is Outcome.VOID and record.cause == "budget" and not self._stop.is_set():
+            self._stop_with(BudgetError(record.detail or "the job's budget is reached"))
+        self._emit(TrialFinished(plan.trial_id, record))
+
+    def _poll(self) -> None:
+        limit = self._config.timeout_s
+        if self._cancel.is_set():
+            self._stop_with(Cancelled("stopped by the user"))
+        elif limit is not None and time.monotonic() - self._start > limit:
+            self._stop_with(BudgetError(f"the job ran longer than its limit of {limit:g} s"))
+
+    def _stop_with(self, error: HarnessError) -> None:
+        """Stop early: no new trial, calls in flight cut, containers removed; running trials end as void."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._stop_error = error
+            self._stop.set()
+        self._log(f"stopping: {error.message}")
+        self._clients.close_all()
+        self._provider.close()
+
+    def _summarise(self) -> JobSummary:
+        config, stopped = self._config, self._stop.is_set()
+        return summarise(
+            self._records,
+            job_id=self._plan.job_id,
+            agent=config.agent,
+            model=self._model_name,
+            tasks=len(config.tasks),
+            attempts=config.attempts,
+            planned=len(self._plan.trials),
+            wall_s=time.monotonic() - self._start,
+            started_at=self._started_at,
+            finished_at=utc_now(),
+            results_dir=str(self._layout.root),
+            stopped_by=self._stop_error.cause if stopped else None,
+            stop_detail=self._stop_error.message if stopped else None,
+        )
+
+    def _write_harbor_inputs(self) -> None:
+        config = self._config
+        tasks = [harbor.task_config(*self._harbor_task(task)) for task in config.tasks]
+        write_json(
+            self._layout.config_json,
+            harbor.job_config(
+                self._plan.job_id, config.out, config.attempts, config.concurrency, *self._harbor_agent, tasks
+            ),
+        )
+        locks = [self._trial_lock(trial) for trial in self._plan.trials]
+        write_json(self._layout.lock_json, harbor.job_lock(self._started_at, config.concurrency, locks))
+
+    def _write_harbor_result(self) -> None:
+        with self._lock:
+            data = harbor.job_result(
+                self._plan.job_id,
+                self._records,
+                len(self._plan.trials),
+                self._running,
+                self._started_at,
+                utc_now(),
+            )
+            write_json(self._layout.result_json, data)
+
+    def _trial_lock(self, plan: TrialPlan) -> harbor.Json:
+        path, family = self._harbor_task(plan.task)
+        return harbor.trial_lock(plan.task.name, plan.task.digest, path, family, *self._harbor_agent)
+
+    def _harbor_task(self, task: Task) -> tuple[Path, str | None]:
+        return task.path, task.family
+
+    @property
+    def _harbor_agent(self) -> tuple[str, str | None]:
+        return self._config.agent, self._model_name
+
+    def _emit(self, event: JobEvent) -> None:
+        with self._lock:
+            try:
+                self._observer.on_event(event)
+            except Exception as error:  # noqa: BLE001 - a broken display must not end a paid run; it is logged
+                self._log(f"the observer failed: {type(error).__name__}: {error}")
+
+    def _log(self, text: str) -> None:
+        if self._layout.root.is_dir():
+            append_line(self._layout.log, f"{utc_now().isoformat()} {text}")
+
+
+class _EventListener:
+    """Turns what a trial says into events of the job."""
+
+    def __init__(self, trial_id: str, emit: Callable[[JobEvent], None]) -> None:
+        self._trial_id = trial_id
+        self._emit = emit
+
+    def phase(self, phase: Phase) -> None:
+        self._emit(TrialPhase(self._trial_id, phase.value))
+
+    def turn_started(self, turn: int, context_tokens: int | None) -> None:
+        self._emit(TurnStarted(self._trial_id, turn, context_tokens))
+
+    def token_tick(self, output_tokens: int, tok_s: float | None) -> None:
+        self._emit(TokenTick(self._trial_id, output_tokens, tok_s))
+
+    def turn_finished(self, turn: TurnRecord, messages: Sequence[Message]) -> None:
+        self._emit(TurnFinished(self._trial_id, turn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,5 +422,85 @@ def validate_task(
     observer: JobObserver | None = None,
     cancel: threading.Event | None = None,
 ) -> ValidationResult:
-    """The oracle must pass and nop must fail, ``repeat`` times each."""
-    raise RuntimeError
+    """The oracle must pass and nop must fail, ``repeat`` times each.
+
+    Results are kept below ``out``; without it they are thrown away.
+    """
+    import tempfile
+
+    start = time.monotonic()
+    problems = [f"{item.where}: {item.message}" for item in lint_task(task) if item.level == "error"]
+    rewards: dict[str, tuple[float | None, ...]] = {}
+    with tempfile.TemporaryDirectory(prefix="k3eval-validate-") as scratch:
+        for agent, wanted in (("oracle", Outcome.PASSED), ("nop", Outcome.FAILED)):
+            seen = _Recorder(observer or SilentObserver())
+            config = JobConfig((task,), agent, None, attempts=repeat, out=out or Path(scratch))
+            run_job(config, seen, cancel or threading.Event())
+            rewards[agent] = tuple(_reward(record) for record in seen.records)
+            problems += [
+                f"{agent} attempt {record.attempt}: {record.outcome.value} instead of {wanted.value}"
+                + (f": {record.detail}" if record.detail else "")
+                for record in seen.records
+                if record.outcome is not wanted
+            ]
+            missing = repeat - len(seen.records)
+            if missing:
+                problems.append(f"{agent}: {missing} of {repeat} runs did not take place")
+    return ValidationResult(
+        task=task.name,
+        valid=not problems,
+        oracle_rewards=rewards["oracle"],
+        nop_rewards=rewards["nop"],
+        problems=tuple(problems),
+        wall_s=time.monotonic() - start,
+    )
+
+
+class _Recorder:
+    """Keeps the records of finished trials and passes every event on."""
+
+    def __init__(self, inner: JobObserver) -> None:
+        self._inner = inner
+        self.records: list[TrialRecord] = []
+
+    def on_event(self, event: JobEvent) -> None:
+        if isinstance(event, TrialFinished):
+            self.records.append(event.record)
+        self._inner.on_event(event)
+
+
+def _reward(record: TrialRecord) -> float | None:
+    from k3eval_harness.grade import main_reward
+
+    return None if record.outcome is Outcome.VOID or not record.rewards else main_reward(record.rewards)
+
+
+def _trial_id(task: Task) -> str:
+    """Harbor's form: the task's name cut to 32 characters, two underscores, seven random characters."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", task.short_name)[:_NAME_CHARS].strip("._-") or "task"
+    return f"{name}__{_random(7)}"
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def _worst_case(config: JobConfig, trials: int) -> Decimal | None:
+    if config.model is None or config.model.provider == "local":
+        return Decimal(0)
+    limits = [config.max_cost]
+    if config.limits.max_cost is not None:
+        limits.append(config.limits.max_cost * trials)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _notes(config: JobConfig) -> Iterator[str]:
+    model = config.model
+    if model is not None and model.provider == "local" and model.base_url is None:
+        yield f"the local model {model.model} is served for the length of the run; it costs no money"
+    elif _worst_case(config, 1) is None:
+        yield "no limit on money: set --max-cost"
+    for task in config.tasks:
+        for finding in lint_task(task):
+            if finding.level != "info":
+                yield f"{task.name}: {finding.where}: {finding.message}"

@@ -88,8 +88,8 @@ class AgentContext:
     listener: AgentListener = field(default_factory=SilentListener)
     new_client: Callable[[], K3] | None = None
     """Makes a metered client for this trial; None when no model was named."""
-    solution_files: Path | None = None
-    """Folder with the files of the task's oracle stage, for the oracle only."""
+    fetch_oracle_files: Callable[[Path], None] | None = None
+    """Copies the files of the task's oracle stage into a host folder; the oracle calls it."""
 
     def seconds_left(self) -> float:
         """Seconds until the deadline, never negative."""

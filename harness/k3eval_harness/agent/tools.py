@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 if TYPE_CHECKING:
     from k3eval import ToolSpec
+    from k3eval.jsontypes import JsonValue
 
-JsonSchema = Mapping[str, object]
+JsonSchema = Mapping[str, "JsonValue"]
 
 DEFAULT_COMMAND_SECONDS: Final = 120
 MAX_COMMAND_SECONDS: Final = 1800

@@ -252,4 +252,8 @@ class JobSummary(Record):
     started_at: datetime
     finished_at: datetime
     interrupted: bool = False
+    """The user stopped the job."""
+    stopped_by: Cause | None = None
+    """Set when the job ended before all planned trials: ``user``, or ``budget`` (money or time)."""
+    stop_detail: str | None = None
     results_dir: str

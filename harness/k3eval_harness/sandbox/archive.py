@@ -7,6 +7,7 @@ dropped, set-user-id bits are cleared, and hard links may not point outside the 
 from __future__ import annotations
 
 import os
+import shutil
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,19 +31,19 @@ class TreeStats:
     """Names left out, the first twenty."""
 
 
-def pack(source: Path, sink: IO[bytes], *, name: str | None = None, ignore: Sequence[str] = ()) -> None:
-    """Write a file (as ``name``) or the content of a folder to ``sink`` as a tar owned by root.
+def pack(source: Path, sink: IO[bytes], name: str, *, ignore: Sequence[str] = ()) -> None:
+    """Write a file or a folder with its content to ``sink`` as a tar owned by root, under the path ``name``.
 
     ``ignore`` holds glob patterns over relative paths and base names. Symlinks stay symlinks.
     """
     with tarfile.open(fileobj=sink, mode="w") as tar:
+        tar.add(source, arcname=name, recursive=False, filter=_as_root)
         if source.is_file():
-            tar.add(source, arcname=name or source.name, filter=_as_root)
             return
         for path in sorted(_walk(source)):
             relative = path.relative_to(source).as_posix()
             if not any(fnmatch(relative, pattern) or fnmatch(path.name, pattern) for pattern in ignore):
-                tar.add(path, arcname=relative, recursive=False, filter=_as_root)
+                tar.add(path, arcname=f"{name}/{relative}", recursive=False, filter=_as_root)
 
 
 def check(source: IO[bytes], sink: IO[bytes], limit: int) -> TreeStats:
@@ -93,6 +94,33 @@ def read_single_file(archive: IO[bytes], limit: int) -> bytes | None:
         return file.read(limit) if file else None
 
 
+def extract(archive: IO[bytes], into: Path, limit: int) -> tuple[str, ...]:
+    """Write the regular files of an untrusted tar below ``into``; returns their relative names.
+
+    The archive's top folder is left out of the names. Links and everything else are skipped. Raises
+    SizeLimitExceeded beyond ``limit`` bytes.
+    """
+    written: list[str] = []
+    size = 0
+    with tarfile.open(fileobj=archive, mode="r|") as tar:
+        for member in tar:
+            parts = PurePosixPath(member.name).parts[1:] or PurePosixPath(member.name).parts[-1:]
+            if not (member.isreg() and is_safe(member) and parts):
+                continue
+            size += member.size
+            if size > limit or len(written) > MAX_MEMBERS:
+                raise SizeLimitExceeded(f"more than {limit // 1024**2} MiB to copy out of the container")
+            file = tar.extractfile(member)
+            if file is None:
+                continue
+            target = into.joinpath(*parts)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as sink:
+                shutil.copyfileobj(file, sink)
+            written.append("/".join(parts))
+    return tuple(written)
+
+
 def _walk(source: Path) -> list[Path]:
     found: list[Path] = []
     for folder, dirs, names in os.walk(source):
@@ -103,4 +131,5 @@ def _walk(source: Path) -> list[Path]:
 def _as_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
     info.uid = info.gid = 0
     info.uname = info.gname = "root"
+    info.mode |= 0o555 if info.isdir() or info.name.endswith(".sh") else 0o444
     return info

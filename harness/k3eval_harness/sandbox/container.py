@@ -120,27 +120,15 @@ class DockerSandbox:
     def upload(self, source: Path, target: str, *, ignore: Sequence[str] = ()) -> None:
         """See ``Sandbox``."""
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as archive:
-            if source.is_dir():
-                self.make_folder(target)
-                pack(source, archive, ignore=ignore)
-                folder = target
-            else:
-                folder = posixpath.dirname(target) or "/"
-                self.make_folder(folder)
-                pack(source, archive, name=posixpath.basename(target))
+            # the engine makes missing parent folders when it unpacks
+            pack(source, archive, posixpath.normpath(target).lstrip("/"), ignore=ignore)
             archive.seek(0)
-            self.upload_tar(archive, folder)
+            self.upload_tar(archive, "/")
 
     def upload_tar(self, archive: IO[bytes], target: str) -> None:
         """See ``Sandbox``."""
         with engine_errors(f"copying into {target} of the container"):
             self._client.api.put_archive(self._id, target, archive)
-
-    def make_folder(self, path: str) -> None:
-        """Make ``path`` as root where it does not exist."""
-        result = self.run_once(f"mkdir -p -- {shlex.quote(path)}", user="0", timeout_s=SETUP_SECONDS)
-        if result[0]:
-            raise SandboxError(f"cannot make {path} in the container: {result[1].strip()}")
 
     def download(self, path: str, sink: IO[bytes], limit: int) -> bool:
         """See ``Sandbox``."""

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
+import posixpath
 import re
 import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k3eval_harness.errors import Cancelled, ImageBuildError, SandboxError
+from k3eval_harness.errors import Cancelled, ImageBuildError, SandboxError, TaskError
+from k3eval_harness.sandbox.archive import read_single_file
 from k3eval_harness.sandbox.base_image import ensure_base_image
 from k3eval_harness.sandbox.engine import check_disk, engine_errors
+from k3eval_harness.sandbox.lease import labels, remove
 from k3eval_harness.task.dockerfile import base_references
 from k3eval_harness.task.load import Task
 
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
 LOG_TAIL: Final = 8_000
 MAX_PARALLEL_BUILDS: Final = 2
 _PROXIES: Final = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
+COPY_SECONDS: Final = 600.0
+COPY_BYTES: Final = 256 * 1024**2
 _WATCH_SECONDS: Final = 0.2
 
 Log = Callable[[str], None]
@@ -57,9 +63,17 @@ def image_name(task: Task, base_ids: Mapping[str, str], target: str | None = Non
         executable = bool(path.lstat().st_mode & stat.S_IXUSR)
         digest.update(f"{len(name)}:{name}:{int(executable)}:{len(content)}:".encode() + content)
     digest.update(repr((sorted(base_ids.items()), target)).encode())
-    slug = re.sub(r"[^a-z0-9]+", "-", task.short_name.lower()).strip("-") or "task"
     suffix = f"-{re.sub(r'[^a-z0-9]+', '-', target.lower())}" if target else ""
-    return f"k3eval/{slug[:60]}:{digest.hexdigest()[:16]}{suffix}"
+    return f"{image_repository(task)}:{digest.hexdigest()[:16]}{suffix}"
+
+
+def image_repository(task: Task) -> str:
+    """The image's name without its tag; a ready image is named as the task names it."""
+    ready = task.config.environment.docker_image
+    if ready:
+        return ready
+    slug = re.sub(r"[^a-z0-9]+", "-", task.short_name.lower()).strip("-") or "task"
+    return f"k3eval/{slug[:60].strip('-')}"
 
 
 class ImageBuilder:
@@ -107,6 +121,27 @@ class ImageBuilder:
         if found is None:
             raise ImageBuildError(f"image {name} was built but the engine does not list it")
         return BuiltImage(name, found, time.monotonic() - start, cached=False)
+
+    def copy_out(self, image: BuiltImage, paths: Sequence[str], into: Path) -> None:
+        """Copy files of an image to the host folder ``into``, flat, without starting anything."""
+        with engine_errors(f"copying out of image {image.ref}"):
+            # no command is ever run in it: the name only has to be there
+            labelled = labels("images", "copy-out", "copy-out", COPY_SECONDS)
+            container = self._client.api.create_container(
+                image.ref, command=["true"], labels=labelled, network_disabled=True
+            )
+        container_id = str(container["Id"])
+        try:
+            for path in paths:
+                with engine_errors(f"copying {path} out of image {image.ref}"):
+                    chunks, _ = self._client.api.get_archive(container_id, path)
+                    archive = io.BytesIO(b"".join(chunks))
+                content = read_single_file(archive, COPY_BYTES)
+                if content is None:
+                    raise TaskError(f"{path} in image {image.ref} is no regular file")
+                (into / posixpath.basename(path)).write_bytes(content)
+        finally:
+            remove(self._client, container_id)
 
     def _find(self, name: str) -> str | None:
         from docker.errors import ImageNotFound

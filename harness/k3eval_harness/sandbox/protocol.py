@@ -100,7 +100,7 @@ class Sandbox(Protocol):
         """Start another persistent shell."""
 
     def upload(self, source: Path, target: str, *, ignore: Sequence[str] = ()) -> None:
-        """Copy a file or the content of a folder to ``target``, owned by root."""
+        """Copy a file to the path ``target``, or a folder's content into the folder ``target``, as root."""
 
     def upload_tar(self, archive: IO[bytes], target: str) -> None:
         """Unpack a tar into the folder ``target``."""

@@ -224,13 +224,15 @@ class StepTable(TomlTable):
 
 
 class K3EvalTable(TomlTable):
-    """``[metadata.k3eval]``: k3eval's own extras; other readers of the format ignore them."""
+    """``[metadata.k3eval]``: k3eval's own extras; other readers of the format ignore them.
+
+    Further keys are allowed as provenance.
+    """
 
     family: str | None = None
     """Name of the group the task belongs to; default: the folder above the task."""
     kind: str | None = None
-    provenance: object = None
-    """Where the material comes from; free form."""
+    """What sort of bug or work it is, for reports."""
     oracle_stage: str | None = None
     """Stage of the Dockerfile that holds material for the solution and never reaches the agent."""
     oracle_files: list[str] = []

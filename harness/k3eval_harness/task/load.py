@@ -107,8 +107,10 @@ def load_task(path: Path) -> Task:
     findings = [
         Finding("warning", f"task.toml: {key}", _unknown_message(near)) for key, near in unknown_keys(config)
     ] + [
+        # a free table beside the extras that are read: only what looks like a slip of the pen is remarked
         Finding("warning", f"task.toml: metadata.k3eval.{key}", _unknown_message(near))
         for key, near in unknown_keys(extras)
+        if near
     ]
     family = extras.family or (path.parent.name if path.parent.name != "tasks" else None)
     return Task(
