@@ -67,6 +67,25 @@ class MessageGrammar:
         return self._matcher.is_stopped()
 
 
+class OrdinaryTokens:
+    """Every ordinary token, for ever: for output of a forced length, which no control token may end."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._mask = np.arange(tokenizer.vocab_size) < tokenizer.n_ranks
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """The same mask always."""
+        return self._mask
+
+    def accept(self, token_id: int) -> None:
+        """Nothing to remember."""
+
+    @property
+    def done(self) -> bool:
+        """Never."""
+        return False
+
+
 class GrammarCompiler:
     """Makes grammars for one tokenizer. Thread-safe; compiled grammars are kept and copied."""
 

@@ -1,0 +1,170 @@
+"""``python -m k3eval_local.server``: serve a local K3 over HTTP.
+
+When ready, one JSON line on stdout names the base URL; logs go to stderr. SIGTERM and SIGINT stop it within
+two seconds with exit code 0. What cannot work (unknown model, port in use, broken checkpoint) is one line on
+stderr and exit code 2. torch is imported on a thread while the rest is, because it takes longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import NoReturn
+
+DIALECT_NAMES = ("vllm", "moonshot", "openrouter")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line; the help lists the faults, which are only imported for it."""
+
+    def error(self, message: str) -> NoReturn:
+        fail(message)
+
+    def format_help(self) -> str:
+        from k3eval_local.protocol.chaos import help_lines
+
+        self.epilog = "faults and profiles of --chaos:\n" + "\n".join(f"  {line}" for line in help_lines())
+        return super().format_help()
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line on stderr and end with exit code 2."""
+    sys.stderr.write(f"k3eval: {' '.join(message.split())}\n")
+    raise SystemExit(2)
+
+
+def parser(prog: str) -> argparse.ArgumentParser:
+    """The command line."""
+    made = _Parser(
+        prog=prog,
+        description="Serve a local K3 model behind an OpenAI-compatible API.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--model",
+        default="a",
+        help="a, b, c, d (random weights), each also NAME-mla; a checkpoint's name or folder",
+    )
+    made.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    made.add_argument(
+        "--port", type=int, default=0, help="port to listen on; 0 takes a free one (%(default)s)"
+    )
+    made.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of random weights and of sampling without a seed (%(default)s)",
+    )
+    made.add_argument(
+        "--dialect", choices=DIALECT_NAMES, default="vllm", help="whose wire format to speak (%(default)s)"
+    )
+    made.add_argument(
+        "--key", default=os.environ.get("K3EVAL_SERVE_KEY"), help="ask for this key (or set K3EVAL_SERVE_KEY)"
+    )
+    made.add_argument(
+        "--served-name",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="a further model id to answer to; may be repeated",
+    )
+    made.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tiktoken rank file, instead of the checkpoint's or the built-in one",
+    )
+    made.add_argument("--context", type=int, metavar="TOKENS", help="context length, at most the model's own")
+    made.add_argument(
+        "--default-max-tokens",
+        type=int,
+        default=4096,
+        metavar="TOKENS",
+        help="output limit of requests without one (%(default)s)",
+    )
+    made.add_argument(
+        "--memory-mib", type=int, default=2048, help="budget for caches and states (%(default)s)"
+    )
+    made.add_argument(
+        "--max-batch", type=int, default=64, help="requests that run at the same time (%(default)s)"
+    )
+    made.add_argument("--threads", type=int, help="threads of torch; its own default otherwise")
+    made.add_argument("--max-body-mib", type=int, default=64, help="largest request body (%(default)s)")
+    made.add_argument("--free", action="store_true", help="do not force well-formed messages while sampling")
+    made.add_argument("--prices", action="store_true", help="apply the published prices to the local tokens")
+    made.add_argument(
+        "--credit",
+        default="100",
+        metavar="USD",
+        help="the account's balance, used up with --prices (%(default)s)",
+    )
+    made.add_argument(
+        "--tier", help="rate limits: moonshot 1, 10, 20, 100, 1000, 3000; openrouter free, free-10"
+    )
+    made.add_argument(
+        "--reasoning-field",
+        choices=("reasoning_content", "reasoning"),
+        default="reasoning_content",
+        help="vllm: name of the reasoning member",
+    )
+    made.add_argument(
+        "--repeat-finish",
+        action="store_true",
+        help="openrouter: end streams in the form that repeats the finish chunk",
+    )
+    made.add_argument(
+        "--keep-alive",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="openrouter: seconds of silence before a comment (%(default)s)",
+    )
+    made.add_argument(
+        "--chaos",
+        metavar="SEED[:PROFILE][@RATE]",
+        help="inject faults, see below; PROFILE may be faults joined by commas",
+    )
+    made.add_argument(
+        "--chaos-silence",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="length of the fault 'silence' (%(default)s)",
+    )
+    made.add_argument("--parent-pid", type=int, metavar="PID", help="stop when this process is gone")
+    made.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="warning",
+        help="of the log on stderr (%(default)s)",
+    )
+    made.add_argument("--json", action="store_true", help="the ready line is JSON in any case")
+    return made
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m k3eval_local.server") -> None:
+    """Run the server until it is told to stop. Raises SystemExit with code 2 for what cannot work."""
+    options = parser(prog).parse_args(argv)
+    torch_import = threading.Thread(target=__import__, args=("torch",), name="import-torch", daemon=True)
+    torch_import.start()
+    try:
+        credit = Decimal(options.credit)
+    except InvalidOperation:
+        fail(f"--credit {options.credit!r} is not an amount")
+    from k3eval_local.server.lifecycle import LaunchError, LaunchOptions, launch
+
+    values = vars(options) | {"credit": credit}
+    del values["json"]
+    try:
+        launch(LaunchOptions(**values), wait_for=torch_import)
+    except LaunchError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

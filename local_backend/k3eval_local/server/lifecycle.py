@@ -1,0 +1,270 @@
+"""From options to a running server and back: socket, model, engine, signals, the parent's life.
+
+The socket is bound first, so that a port in use is reported before a model is loaded. Only :func:`launch`
+is called from outside; it returns when the server has stopped and everything is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from k3eval_local.errors import LocalError
+from k3eval_local.protocol.chaos import Chaos
+from k3eval_local.protocol.dialects import DIALECTS, AnyDialect, DialectOptions
+from k3eval_local.protocol.prices import Limits
+from k3eval_local.server.settings import MIB, ServerSettings
+from k3eval_local.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from k3eval_local.engine import Engine
+
+_PARENT_POLL_S = 0.5
+
+
+class LaunchError(Exception):
+    """The server cannot start; one line says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """The command line, parsed. Names and meanings are those of ``--help``."""
+
+    model: str
+    host: str
+    port: int
+    seed: int
+    dialect: str
+    key: str | None
+    served_name: list[str]
+    tokenizer: Path | None
+    context: int | None
+    default_max_tokens: int
+    memory_mib: int
+    max_batch: int
+    threads: int | None
+    max_body_mib: int
+    free: bool
+    prices: bool
+    credit: Decimal
+    tier: str | None
+    reasoning_field: str
+    repeat_finish: bool
+    keep_alive: float
+    chaos: str | None
+    chaos_silence: float
+    parent_pid: int | None
+    log_level: str
+
+
+def launch(options: LaunchOptions, *, wait_for: threading.Thread | None = None) -> None:
+    """Serve until SIGTERM, SIGINT or the parent's end.
+
+    ``wait_for`` is a thread that imports torch; it is joined before the model is built.
+
+    Raises:
+        LaunchError: an option, the model or the port cannot be used.
+    """
+    logging.basicConfig(
+        stream=sys.stderr, level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    if options.parent_pid is not None:
+        _follow(options.parent_pid)
+    chaos = _chaos(options.chaos)
+    dialect = DIALECTS[options.dialect](
+        DialectOptions(options.prices, options.reasoning_field, options.repeat_finish)
+    )
+    limits = _limits(dialect, options.tier)
+    listener = _bind(options.host, options.port)
+    try:
+        if wait_for is not None:
+            wait_for.join()
+        weights, tokenizer, engine = _load(options)
+        settings = ServerSettings(
+            dialect=dialect,
+            model=options.model,
+            weights=weights,
+            context_length=min(options.context or engine.layout.max_positions, engine.layout.max_positions),
+            served_names=_names(options, dialect),
+            default_max_tokens=options.default_max_tokens,
+            key=options.key,
+            limits=limits,
+            credit=options.credit,
+            chaos=chaos,
+            silence_s=options.chaos_silence,
+            keep_alive_s=options.keep_alive,
+            max_body_bytes=options.max_body_mib * MIB,
+            structured=not options.free,
+        )
+        with engine:
+            _serve(settings, tokenizer, engine, listener)
+    finally:
+        listener.close()
+
+
+def _load(options: LaunchOptions) -> tuple[str, Tokenizer, Engine]:
+    import torch
+
+    from k3eval_local.checkpoint import open_model, resolve
+    from k3eval_local.engine import Engine, EngineError
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        found = resolve(options.model)
+        model, weights = open_model(options.model, options.seed)
+        model.eval()
+        tokenizer = Tokenizer.for_checkpoint(
+            found if isinstance(found, Path) else None, model.config.vocab_size, options.tokenizer
+        )
+        engine = Engine(
+            model,
+            memory_budget_bytes=options.memory_mib * MIB,
+            max_batch=options.max_batch,
+            seed=options.seed,
+        )
+    except (LocalError, EngineError, OSError) as error:
+        raise LaunchError(str(error)) from error
+    return weights, tokenizer, engine
+
+
+def _serve(settings: ServerSettings, tokenizer: Tokenizer, engine: Engine, listener: socket.socket) -> None:
+    from k3eval_local.server.app import ChatServer, build_app
+    from k3eval_local.server.generate import Generator
+
+    generator = Generator(
+        engine,
+        tokenizer,
+        context_length=settings.context_length,
+        default_max_tokens=settings.default_max_tokens,
+        structured=settings.structured,
+    )
+    chat = ChatServer(settings, generator)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+
+    def announce() -> None:
+        ready = {
+            "event": "ready",
+            "base_url": f"http://{shown}:{port}/v1",
+            "model": settings.model,
+            "weights": settings.weights,
+        }
+        sys.stdout.write(json.dumps(ready) + "\n")
+        sys.stdout.flush()
+
+    Server(build_app(chat), on_ready=announce, on_stop=chat.cancel_all).run(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """uvicorn that tells when it is ready, ends what runs when it stops, and then simply returns."""
+
+    def __init__(self, app: ASGIApp, *, on_ready: Callable[[], None], on_stop: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+                timeout_keep_alive=60,
+            )
+        )
+        self._on_ready = on_ready
+        self._on_stop = on_stop
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then say so."""
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End running generations, so that their connections can close."""
+        self._on_stop()
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop in order. The signal is not raised again: a stop that was asked for is a success."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise LaunchError(f"--port {port} is not between 0 and 65535")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; "
+            "choose another --port, or 0 for a free one"
+        ) from error
+    return listener
+
+
+def _chaos(text: str | None) -> Chaos | None:
+    if text is None:
+        return None
+    try:
+        return Chaos.parse(text)
+    except LocalError as error:
+        raise LaunchError(str(error)) from error
+
+
+def _limits(dialect: AnyDialect, tier: str | None) -> Limits | None:
+    if tier is None:
+        return None
+    if tier not in dialect.tiers:
+        known = ", ".join(dialect.tiers) or "none"
+        raise LaunchError(f"--tier {tier!r}: the {dialect.name} dialect has these tiers: {known}")
+    return dialect.tiers[tier]
+
+
+def _names(options: LaunchOptions, dialect: AnyDialect) -> tuple[str, ...]:
+    names = (options.model, f"local/{options.model}", *dialect.aliases, *options.served_name)
+    return tuple({name.lower(): name for name in reversed(names)}.values())[::-1]
+
+
+def _follow(pid: int) -> None:
+    """Send this process SIGTERM when process ``pid`` is gone."""
+    born_under = os.getppid()
+
+    def gone() -> bool:
+        if born_under == pid and os.getppid() != pid:
+            return True
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+    def poll() -> None:
+        while not gone():
+            time.sleep(_PARENT_POLL_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=poll, name="follow-parent", daemon=True).start()

@@ -1,0 +1,146 @@
+"""Server-sent events over ASGI: one event a send, keep-alive comments, faults, and who has gone away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+
+from starlette.types import Receive, Scope, Send
+
+from k3eval_local.protocol.chaos import Drawn, FrameFault, encode_frame, packets
+from k3eval_local.protocol.messages import JsonObject
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream:
+    """An ASGI response that sends ``frames`` as server-sent events.
+
+    ``on_gone`` is called when the client closes the connection; the frames are then expected to end.
+    ``on_end`` is called once, however the stream ends. A stream that a fault cuts is left without its last
+    HTTP chunk, so the client sees a broken connection.
+    """
+
+    def __init__(
+        self,
+        frames: AsyncGenerator[JsonObject],
+        *,
+        headers: Mapping[str, str],
+        on_gone: Callable[[], None],
+        on_end: Callable[[], None],
+        keep_alive: bytes | None,
+        keep_alive_s: float,
+        drawn: Drawn | None = None,
+        silence_s: float = 0.0,
+    ) -> None:
+        self._frames = frames
+        self._headers = headers
+        self._on_gone = on_gone
+        self._on_end = on_end
+        self._keep_alive = keep_alive
+        self._keep_alive_s = keep_alive_s
+        self._drawn = drawn
+        self._silence_s = silence_s
+        self._sent_at = time.monotonic()
+        self._lock = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything; always ends the helpers that watch the connection."""
+        helpers = [asyncio.create_task(watch(receive, self._on_gone))]
+        try:
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": 200,
+                    "headers": [
+                        (b"content-type", b"text/event-stream; charset=utf-8"),
+                        (b"cache-control", b"no-cache"),
+                        *((name.lower().encode(), value.encode()) for name, value in self._headers.items()),
+                    ],
+                }
+            )
+            if self._keep_alive is not None:
+                await self._send(send, self._keep_alive)
+                helpers.append(asyncio.create_task(self._keep_alive_loop(send, self._keep_alive)))
+            async with aclosing(self._frames):
+                complete = await self._body(send)
+            if complete:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            self._on_end()
+
+    async def _body(self, send: Send) -> bool:
+        """Send the frames; False when the connection is to break without an end."""
+        name = self._drawn.name if self._drawn is not None else ""
+        strike = self._drawn.position if self._drawn is not None else 0
+        fault = FrameFault(self._drawn)
+        number = 0
+        async for original in self._frames:
+            for frame in fault.frames(original):
+                number += 1
+                data = encode_frame(frame, self._drawn)
+                last = _is_end(frame)
+                if number == strike or last:
+                    if name == "cut_stream":
+                        await self._send(send, data[: max(1, int(len(data) * self._fraction))])
+                        return False
+                    if name == "early_end":
+                        return True
+                    if name == "silence" and strike:
+                        strike = 0
+                        await asyncio.sleep(self._silence_s)
+                await self._send(send, data)
+        if name != "no_done":
+            await self._send(send, DONE)
+        return True
+
+    @property
+    def _fraction(self) -> float:
+        return self._drawn.fraction if self._drawn is not None else 1.0
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        async with self._lock:
+            for packet in packets(data, self._drawn):
+                await send({"type": "http.response.body", "body": packet, "more_body": True})
+            self._sent_at = time.monotonic()
+
+    async def _keep_alive_loop(self, send: Send, comment: bytes) -> None:
+        while True:
+            rest = self._sent_at + self._keep_alive_s - time.monotonic()
+            if rest > 0:
+                await asyncio.sleep(rest)
+            else:
+                await self._send(send, comment)
+
+
+class CutReply:
+    """An ASGI response whose connection breaks in the middle of the body."""
+
+    def __init__(self, body: bytes, fraction: float) -> None:
+        self._body = body
+        self._part = body[: int(len(body) * fraction)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Announce the whole body and send a part of it."""
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(self._body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self._part, "more_body": True})
+
+
+async def watch(receive: Receive, on_gone: Callable[[], None]) -> None:
+    """Wait until the client has closed the connection, then call ``on_gone``."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    on_gone()
+
+
+def _is_end(frame: JsonObject) -> bool:
+    choices = frame.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return True
+    return any(isinstance(choice, dict) and choice.get("finish_reason") is not None for choice in choices)
