@@ -40,9 +40,9 @@ _PIP_PLAIN_KEYS = ("trusted-host", "timeout", "retries")
 
 def unusable_url(url: str) -> str | None:
     """Why a URL of the host is of no use inside a container, or None. The reason never quotes the URL."""
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    if parts.scheme == "file" or url.startswith(("/", ".", "~")):
+    if url.startswith(("/", ".", "~", "file:", "cdrom:", "copy:")):
         return "it is a folder of this machine"
+    parts = urlsplit(url if "//" in url else f"//{url}")
     if "@" in parts.netloc:
         return "it holds credentials"
     if parts.hostname is None or parts.hostname == "localhost" or parts.hostname.startswith("127."):
