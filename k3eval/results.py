@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Literal
 
+from k3eval.jsontypes import JsonValue
 from k3eval.messages import Message
 from k3eval.meter.usage import Usage
 
@@ -101,6 +103,8 @@ class Completion:
     cache_miss_reason: str | None = None
     """Why tokens that could have come from the prefix cache did not; null where they did."""
     raw_finish_reason: str | None = None
+    raw: Mapping[str, JsonValue] = field(default_factory=dict)
+    """The whole reply, or the last chunk of a stream, for members that have no field here."""
 
     @property
     def text(self) -> str:
