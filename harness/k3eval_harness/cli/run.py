@@ -87,7 +87,7 @@ def run(
             timeout_s=timeout,
             out=out,
             seed=seed,
-            effort=effort,
+            effort=_effort(effort),
             limits=_limits(max_turns),
         )
         plan = plan_job(config)
@@ -149,6 +149,15 @@ def _money(text: str | None) -> Decimal | None:
     if not amount.is_finite() or amount <= 0:
         raise UsageError(f"--max-cost must be a positive amount such as 2.50, not {text!r}")
     return amount
+
+
+def _effort(text: str | None) -> str | None:
+    from k3eval.options import EFFORTS
+    from k3eval_harness.errors import UsageError
+
+    if text is not None and text not in EFFORTS:
+        raise UsageError(f"--effort must be one of {', '.join(EFFORTS)}, not {text!r}")
+    return text
 
 
 def _limits(max_turns: int | None) -> AgentLimits:
