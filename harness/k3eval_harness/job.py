@@ -150,10 +150,19 @@ def run_job(config: JobConfig, observer: JobObserver, cancel: threading.Event) -
     client = connect()
     try:
         check_disk(client)
-        with _served(config, cancel) as (model, info), ClientFactory(config, model) as clients:
+        with _served(config, cancel) as (model, info), _clients(config, model) as clients:
             return _JobRun(config, plan, agent, client, observer, cancel, clients, info).run()
     finally:
         client.close()
+
+
+def _clients(config: JobConfig, model: ModelRef | None) -> ClientFactory:
+    return ClientFactory(
+        model,
+        max_cost=config.max_cost,
+        effort=config.effort,
+        max_output=config.limits.max_output_tokens_per_turn,
+    )
 
 
 @contextmanager
@@ -204,13 +213,14 @@ class _JobRun:
         self._started_at = utc_now()
         self._start = time.monotonic()
         self._engine: EngineInfo = engine_info(client)
-        self._provenance: Provenance = collect_provenance(self._engine.version, clients.prices_checked_on)
+        self._provenance: Provenance = collect_provenance(self._engine.version, _date_of(clients.price_row))
 
     def run(self) -> JobSummary:
         """Run all trials; see ``run_job``."""
         config, plan = self._config, self._plan
         remember_secrets(os.environ)
         self._layout.root.mkdir(parents=True)
+        self._clients.open_ledger(self._layout.ledger, plan.job_id)
         self._write_harbor_inputs()
         journal = Journal(self._layout.journal)
         self._log(
@@ -473,6 +483,11 @@ def _reward(record: TrialRecord) -> float | None:
     from k3eval_harness.grade import main_reward
 
     return None if record.outcome is Outcome.VOID or not record.rewards else main_reward(record.rewards)
+
+
+def _date_of(price_row: str | None) -> str | None:
+    """The check date in ``host/model@YYYY-MM-DD``."""
+    return price_row.rpartition("@")[2] if price_row else None
 
 
 def _trial_id(task: Task) -> str:

@@ -4,7 +4,7 @@ The layout is Harbor's; ``job.json``, ``trial.json`` and the journals are k3eval
 
     JOB/
       config.json lock.json result.json job.log     Harbor's
-      job.json journal.jsonl                        k3eval's
+      job.json journal.jsonl ledger.sqlite          k3eval's
       TRIAL/
         config.json lock.json result.json           Harbor's
         trial.log exception.txt
@@ -126,6 +126,11 @@ class JobLayout:
     def journal(self) -> Path:
         """What was about to happen and what happened."""
         return self.root / "journal.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        """Every model call with what it cost."""
+        return self.root / "ledger.sqlite"
 
     @property
     def log(self) -> Path:
