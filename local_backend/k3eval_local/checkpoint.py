@@ -12,7 +12,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,16 +23,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from k3eval_local.errors import CheckpointError, ModelConfigError
-from k3eval_local.model.config import SCALED_NAMES, K3Config
+from k3eval_local.errors import CheckpointError
+from k3eval_local.model.config import K3Config
 from k3eval_local.model.decoder import K3Model
 from k3eval_local.model.mxfp4 import dequantize, quantize
+from k3eval_local.model.names import resolve as resolve
 
 PREFIX = "language_model."
 INDEX = "model.safetensors.index.json"
-BUNDLED = Path(__file__).parent / "checkpoints"
-"""Checkpoints that are shipped with the package, one folder each."""
-
 _FP32 = re.compile(r"(A_log|dt_bias|e_score_correction_bias|_conv1d\.weight|o_norm\.weight)$")
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 _STACKED = re.compile(r"(.*\.experts\.)(w[123])(?:_(packed|scale))?$")
@@ -53,29 +51,6 @@ class _Tensors(Protocol):
     def get_tensor(self, name: str) -> Tensor: ...
 
     def get_slice(self, name: str) -> _Slice: ...
-
-
-def resolve(name: str) -> Path | K3Config:
-    """What a model name means: a checkpoint folder, a bundled checkpoint, or a scaled config.
-
-    Raises:
-        ModelConfigError: none of these; the message lists what there is.
-    """
-    folder = Path(name).expanduser()
-    if (folder / "config.json").is_file():
-        return folder
-    bundled = sorted(path.parent.name for path in BUNDLED.glob("*/config.json"))
-    if name.lower() in bundled:
-        return BUNDLED / name.lower()
-    if folder.exists():
-        raise ModelConfigError(f"{name} is not a checkpoint folder: it holds no config.json")
-    try:
-        return K3Config.scaled(name)
-    except ModelConfigError:
-        known = ", ".join([*SCALED_NAMES, *bundled])
-        raise ModelConfigError(
-            f"no model is called {name!r}: use {known}, one of these with -mla, or a checkpoint folder"
-        ) from None
 
 
 def open_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[K3Model, str]:
@@ -103,6 +78,7 @@ def save(
     dtype: torch.dtype | None = None,
     mxfp4: bool = False,
     shard_bytes: int = 4_000_000_000,
+    extra_files: Sequence[Path] = (),
 ) -> None:
     """Write a new checkpoint folder, complete or not at all.
 
@@ -112,6 +88,7 @@ def save(
         dtype: of the matrices, the model's own by default; what K3 keeps in fp32 stays fp32.
         mxfp4: pack the routed experts.
         shard_bytes: a new shard is begun above this size.
+        extra_files: copied into the folder (a tokenizer).
 
     Raises:
         CheckpointError: the folder is in use or cannot be written.
@@ -135,6 +112,8 @@ def save(
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for extra in extra_files:
+            shutil.copyfile(extra, partial / extra.name)
         data = config.to_dict()
         data["dtype"] = str(dtype or model.dtype).removeprefix("torch.")
         text = json.dumps(data, indent=2)

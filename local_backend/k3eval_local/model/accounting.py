@@ -7,6 +7,7 @@ Formulas: K3 report sections 2.1-2.3 for the shapes; the byte model counts what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -184,3 +185,66 @@ def decode_bytes(
     missed = (1 - config.num_experts_per_token / config.num_experts) ** batch
     weights = count.always_active * BYTES["bf16"] + count.routed_experts * (1 - missed) * expert_bits / 8
     return DecodeBytes(memory.mla_cache, 2 * (memory.kda_state + memory.conv_state), weights / batch)
+
+
+@dataclass(frozen=True)
+class ContextReport:
+    """One model and its all-MLA twin at one context, bytes."""
+
+    context: int
+    memory: int
+    twin_memory: int
+    decode: int
+    """Bytes moved per decoded token at batch 1."""
+    twin_decode: int
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What ``k3eval model info`` says about a configuration."""
+
+    parameters_total: int
+    parameters_active: int
+    layers: int
+    kda_layers: int
+    mla_layers: int
+    cache_type: StoredType
+    state_type: StoredType
+    cache_bytes_per_token: int
+    twin_cache_bytes_per_token: int
+    state_bytes: int
+    """KDA and conv state of one sequence, at any context."""
+    break_even_tokens: int | None
+    contexts: tuple[ContextReport, ...]
+
+
+def report(
+    config: K3Config, contexts: Sequence[int], cache: StoredType = "bf16", state: StoredType = "fp32"
+) -> ModelReport:
+    """Everything above for one configuration against its twin. Experts are counted as they are stored."""
+    count, twin = count_parameters(config), config.mla_twin()
+    bits = MXFP4_BITS if config.mxfp4 else 16
+    kinds = config.layer_kinds
+    return ModelReport(
+        parameters_total=count.total,
+        parameters_active=count.active,
+        layers=len(kinds),
+        kda_layers=kinds.count("kda"),
+        mla_layers=kinds.count("mla"),
+        cache_type=cache,
+        state_type=state,
+        cache_bytes_per_token=cache_bytes_per_token(config, cache),
+        twin_cache_bytes_per_token=cache_bytes_per_token(twin, cache),
+        state_bytes=sequence_bytes(config, 0, cache, state).total,
+        break_even_tokens=break_even(config, cache, state),
+        contexts=tuple(
+            ContextReport(
+                context=context,
+                memory=sequence_bytes(config, context, cache, state).total,
+                twin_memory=sequence_bytes(twin, context, cache, state).total,
+                decode=round(decode_bytes(config, context, 1, cache, state, bits).total),
+                twin_decode=round(decode_bytes(twin, context, 1, cache, state, bits).total),
+            )
+            for context in contexts
+        ),
+    )

@@ -283,6 +283,7 @@ class K3Config:
             dense=33792,
             block=12,
             vocab=163840,
+            mxfp4=True,
         )
 
     def mla_twin(self) -> K3Config:
@@ -480,6 +481,7 @@ def _family(
     dense: int,
     block: int,
     vocab: int,
+    mxfp4: bool = False,
 ) -> K3Config:
     """K3's pattern at any size: every fourth layer MLA and the last one too, the first layer dense."""
     full = tuple(sorted({*range(4, layers + 1, 4), layers}))
@@ -499,6 +501,7 @@ def _family(
         num_experts=expert[2],
         num_experts_per_token=expert[3],
         attn_res_block_size=block,
+        mxfp4=mxfp4,
         linear_attn=LinearAttnConfig(
             num_heads=heads,
             head_dim=head_dim,

@@ -203,6 +203,14 @@ class K3Model(nn.Module):
             raise ValueError(f"ids must have shape [B, T], not {tuple(ids.shape)}")
         return self._run(ids, state, lengths, form, mla, attn_res, observer)
 
+    def all_logits(self, ids: Tensor, segment: int = 512) -> Tensor:
+        """Logits [B, T, V] of a whole sequence at bounded memory: by segments with state hand-over."""
+        state, parts = self.empty_state(ids.shape[0]), []
+        for piece in ids.split(segment, dim=1):  # type: ignore[no-untyped-call]  # torch has no types for it
+            logits, state = self.forward(piece, state, mla="absorbed", attn_res="two_phase")
+            parts.append(logits)
+        return torch.cat(parts, dim=1)
+
     def head(self, out: Tensor) -> Tensor:
         """Final RMSNorm and the untied head: [..., d] -> logits [..., V], no soft cap."""
         logits: Tensor = self.lm_head(self.model.norm(out))

@@ -89,8 +89,8 @@ def kda_recurrent(
     Returns o [B, T, H, d_v] and the state after the last token.
     """
     outputs = []
-    for token in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
-        o, S = kda_step(*token, S)
+    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(1) for x in (q, k, v, g, beta)), strict=True):
+        o, S = kda_step(q_t, k_t, v_t, g_t, beta_t, S)
         outputs.append(o)
     return (torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)), S
 
