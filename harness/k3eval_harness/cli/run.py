@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "local/a"
 DEFAULT_OUT = Path("results/runs")
-WITHOUT_MODEL = ("oracle", "nop")
 
 
 def register(app: typer.Typer) -> None:
@@ -129,12 +128,12 @@ def _tasks(selectors: Sequence[str], n: int | None, seed: int) -> tuple[Task, ..
 
 
 def _model(text: str | None, agent: str) -> ModelRef | None:
+    """The model named, else the local default; ``None`` for agents that call no model."""
     from k3eval import ModelRef
+    from k3eval_harness.agent.registry import make_agent
 
-    reference = None if text is None else ModelRef.parse(text)
-    if agent in WITHOUT_MODEL:
-        return None
-    return reference or ModelRef.parse(DEFAULT_MODEL)
+    reference = ModelRef.parse(text or DEFAULT_MODEL)
+    return reference if make_agent(agent).needs_model else None
 
 
 def _money(text: str | None) -> Decimal | None:
@@ -168,7 +167,7 @@ def _limits(max_turns: int | None) -> AgentLimits:
 
 def _execute(config: JobConfig) -> JobSummary:
     from k3eval_harness.cli.render import console, watched
-    from k3eval_harness.errors import UsageError
+    from k3eval_harness.errors import HarnessError, UsageError
     from k3eval_harness.job import run_job
     from k3eval_harness.progress import progress
 
@@ -182,7 +181,12 @@ def _execute(config: JobConfig) -> JobSummary:
         ) from None
     screen = console(stderr=True)
     with progress(screen, live=watched()) as observer, cancelled_by_signals(screen) as cancel:
-        return run_job(config, observer, cancel)
+        try:
+            return run_job(config, observer, cancel)
+        except HarnessError:
+            if cancel.is_set():  # what was being started was cut off: that is the user's stop, not an error
+                raise KeyboardInterrupt from None
+            raise
 
 
 @contextmanager
@@ -224,7 +228,7 @@ def _show_plan(plan: JobPlan, config: JobConfig, *, as_json: bool) -> None:
         )
     rows = [(t.task.name, str(t.attempt), str(t.seed), t.trial_id) for t in plan.trials]
     print_table(("task", "attempt", "seed", "trial"), rows, right=("attempt", "seed"))
-    worst = "no limit on money, or free" if plan.worst_case_cost is None else str(plan.worst_case_cost)
+    worst = "no limit (set --max-cost)" if plan.worst_case_cost is None else str(plan.worst_case_cost)
     model = f"model {config.model}" if config.model else "no model"
     say(
         f"\n{len(plan.trials)} trials, agent {config.agent}, {model}, {len(plan.images)} images; "
@@ -250,8 +254,8 @@ def _exit(summary: JobSummary, threshold: float | None, min_coverage: float) -> 
     """The exit of a job: interrupted, over budget, too many void, below the threshold, or fine."""
     if summary.interrupted:
         return fail(f"interrupted; the finished trials are in {summary.results_dir}", Exit.INTERRUPTED)
-    if summary.void_causes.get("budget"):
-        return fail(f"the job's budget ended it; finished trials are in {summary.results_dir}", Exit.BUDGET)
+    if summary.stopped_by == "budget":
+        return fail(f"{summary.stop_detail}; the finished trials are in {summary.results_dir}", Exit.BUDGET)
     if summary.coverage is None or summary.coverage < min_coverage:
         causes = ", ".join(f"{cause} {n}" for cause, n in summary.void_causes.items()) or "not run"
         valid = f"{summary.passed + summary.failed} of {summary.planned}"
