@@ -77,10 +77,9 @@ class Backbone(nn.Module):
     def __init__(self, config: K3Config, dtype: torch.dtype) -> None:
         super().__init__()
         d, eps = config.hidden_size, config.rms_norm_eps
-        # from_pretrained: nn.Embedding's own initialisation imports torch._dynamo on the meta device (1.3 s)
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, d, dtype=dtype), freeze=False
-        )
+        # a weight of its own: nn.Embedding's initialisation imports torch._dynamo on the meta device (1.3 s)
+        weight = torch.empty(config.vocab_size, d, dtype=dtype)
+        self.embed_tokens = nn.Embedding(config.vocab_size, d, _weight=weight)
         self.layers = nn.ModuleList(
             DecoderLayer(config, index, dtype) for index in range(config.num_hidden_layers)
         )
