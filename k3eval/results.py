@@ -103,7 +103,7 @@ class Completion:
     cache_miss_reason: str | None = None
     """Why tokens that could have come from the prefix cache did not; null where they did."""
     raw_finish_reason: str | None = None
-    raw: Mapping[str, JsonValue] = field(default_factory=dict)
+    raw: Mapping[str, JsonValue] = field(default_factory=dict, repr=False)
     """The whole reply, or the last chunk of a stream, for members that have no field here."""
 
     @property

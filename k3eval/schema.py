@@ -200,7 +200,7 @@ def _one_of_types(data: JsonObject, kinds: Sequence[JsonValue], where: str) -> J
         return {**data, "type": kinds[0]}
     if "anyOf" in data:
         raise SchemaError(f"{where}: a list of types beside anyOf")
-    outer = {key: data.pop(key) for key in ("description", "default", "title") if key in data}
+    outer: JsonObject = {key: data.pop(key) for key in ("description", "default", "title") if key in data}
     return {
         "anyOf": [{"type": kind} if kind == "null" else {"type": kind, **data} for kind in kinds],
         **outer,

@@ -7,7 +7,7 @@ inside the stream. A stream is complete only after a finish reason and (``[DONE]
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,7 +42,7 @@ class Reply:
     token_events: int = 0
     first_event_chars: int = 0
     total_chars: int = 0
-    raw: Mapping[str, JsonValue] = field(default_factory=dict)
+    raw: Mapping[str, JsonValue] = field(default_factory=dict, repr=False)
     """The last chunk or the whole reply, for members that have no field here."""
 
     @property
@@ -264,12 +264,12 @@ class StreamDecoder:
     def feed(self, data: bytes, at_ns: int) -> None:
         """Take bytes that arrived at ``at_ns``. ``ProtocolError`` where they are no chat stream."""
         for event in self._sse.feed(data):
-            self._event(event, at_ns)
+            self.event(event, at_ns)
 
     def finish(self, at_ns: int) -> None:
         """Take the end of the bytes."""
         for event in self._sse.finish():
-            self._event(event, at_ns)
+            self.event(event, at_ns)
         if self.complete and not self._ended:
             self._ended = True
             self._events.append(End(normal_finish(self._finish) or "other", self._finish, at_ns))
@@ -313,7 +313,8 @@ class StreamDecoder:
             raw=self._raw,
         )
 
-    def _event(self, data: bytes, at_ns: int) -> None:
+    def event(self, data: bytes, at_ns: int) -> None:
+        """Take the data of one event."""
         if data == DONE or data.strip() == DONE:
             self._done = True
             return
@@ -438,7 +439,7 @@ def _parts_text(content: JsonValue) -> str:
     return "".join(as_str(part.get("text")) or "" for part in content if isinstance(part, dict))
 
 
-def _merge_details(known: list[dict[str, JsonValue]], fresh: list[Mapping[str, JsonValue]]) -> None:
+def _merge_details(known: list[dict[str, JsonValue]], fresh: Sequence[Mapping[str, JsonValue]]) -> None:
     """Join text pieces of the same detail; every other detail is kept as it came."""
     for item in fresh:
         last = known[-1] if known else None

@@ -9,6 +9,7 @@ from typing import (
     Annotated,
     Generic,
     ParamSpec,
+    Protocol,
     TypeVar,
     cast,
     get_args,
@@ -106,16 +107,13 @@ AnyTool = Tool[..., object]
 """A tool of any signature."""
 
 
-class _Model:
+class _Model(Protocol):
     """The part of a pydantic model class that is used here."""
 
-    model_fields: Mapping[str, object]
-
-    @classmethod
-    def model_json_schema(cls) -> Mapping[str, JsonValue]: ...  # type: ignore[empty-body]  # typing only
-
-    @classmethod
-    def model_validate(cls, value: object) -> object: ...
+    @property
+    def model_fields(self) -> Mapping[str, object]: ...
+    def model_json_schema(self) -> Mapping[str, JsonValue]: ...
+    def model_validate(self, value: object) -> object: ...
 
 
 @overload

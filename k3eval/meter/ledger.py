@@ -309,16 +309,22 @@ def attempt_from_json(data: JsonValue) -> Attempt:
             raise TypeError("cost and usage must be objects")
         members = dict(data)
         members["cost"] = Cost(
-            *(None if cost[k] is None else Decimal(str(cost[k])) for k in ("billed", "computed", "ideal_cache")),
+            billed=_decimal(cost["billed"]),
+            computed=_decimal(cost["computed"]),
+            ideal_cache=_decimal(cost["ideal_cache"]),
             currency=str(cost["currency"]),
             price_row=cast("str | None", cost["price_row"]),
-        )  # fmt: skip
+        )
         members["usage"] = None if usage is None else Usage(**usage)
-        members["held"] = None if data["held"] is None else Decimal(str(data["held"]))
+        members["held"] = _decimal(data["held"])
         members["notes"] = tuple(cast("list[str]", data["notes"]))
         return Attempt(**members)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"not a row of an exported ledger: {error}") from error
+
+
+def _decimal(value: object) -> Decimal | None:
+    return None if value is None else Decimal(str(value))
 
 
 def _pico(amount: Decimal | None) -> int:
@@ -375,7 +381,7 @@ def _attempt(row: tuple[_Cell, ...]) -> Attempt:
         return None if cell[name] is None else str(cell[name])
 
     def amount(name: str) -> Decimal | None:
-        return None if cell[name] is None else Decimal(str(cell[name]))
+        return _decimal(cell[name])
 
     def count(name: str) -> int | None:
         return None if cell[name] is None else int(cell[name] or 0)

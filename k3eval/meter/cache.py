@@ -1,0 +1,191 @@
+"""The host's prefix cache, watched from outside: was the prefix stable, what should have been read, why was it not.
+
+A cache hit needs the same bytes from the start: tools, then message after message. Each request is reduced to
+digests and compared with the requests before it; the first message that differs is the one that broke the prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from k3eval.jsontypes import JsonValue, write_json
+from k3eval.meter.usage import Usage
+
+KEPT_TURNS: Final = 256
+MINIMUM_TOKENS: Final = 256
+"""Shortest prefix that a host has been seen to cache (blocks of 128 and 256 tokens; the vendor publishes none)."""
+SLACK_TOKENS: Final = 512
+TTL_S: Final[Mapping[str, float]] = {"5m": 300.0, "1h": 3600.0}
+_NS: Final = 1_000_000_000
+_EFFORT_MEMBERS: Final = ("reasoning_effort", "thinking", "reasoning", "chat_template_kwargs")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A request reduced to what decides over cache hits."""
+
+    model: str
+    tools: bytes
+    effort: bytes
+    digests: tuple[bytes, ...]
+    roles: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Bytes of each message as sent."""
+    opening: bytes
+    """Digest of the first message that is not a system message: names the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A request that was answered."""
+
+    prefix: Prefix
+    prompt: int
+    output: int
+    host: str | None
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCheck:
+    """A request compared with the one before it in its conversation."""
+
+    prefix: Prefix
+    before: Turn | None
+    common: int
+    """Messages that both have in common from the start."""
+
+    @property
+    def stable(self) -> bool:
+        """Whether the request only adds to the one before. True for the first one."""
+        return self.before is None or self.broken_by is None
+
+    @property
+    def broken_by(self) -> str | None:
+        """What broke the prefix: ``tools``, ``effort``, or the message with its number (from 0) and role."""
+        if self.before is None:
+            return None
+        if self.prefix.tools != self.before.prefix.tools:
+            return "tools"
+        if self.prefix.effort != self.before.prefix.effort:
+            return "effort"
+        if self.common < min(len(self.before.prefix.digests), len(self.prefix.digests)):
+            return f"message {self.common} ({self.prefix.roles[self.common]})"
+        return None
+
+    @property
+    def known_prompt(self) -> tuple[int, int]:
+        """Return (tokens counted by the host in the common part, bytes that follow it).
+
+        The reply to the request before counts as known where it was sent back next.
+        """
+        if self.before is None or not self.stable or self.common < len(self.before.prefix.digests):
+            return 0, sum(self.prefix.sizes)
+        tokens, start = self.before.prompt, self.common
+        if start < len(self.prefix.roles) and self.prefix.roles[start] == "assistant":
+            tokens, start = tokens + self.before.output, start + 1
+        return tokens, sum(self.prefix.sizes[start:])
+
+    @property
+    def seen_tokens(self) -> int:
+        """Prompt tokens that a perfect prefix cache would hold."""
+        if self.before is None or self.broken_by in ("tools", "effort"):
+            return 0
+        if self.common >= len(self.before.prefix.digests):
+            return self.known_prompt[0]
+        total = sum(self.before.prefix.sizes)
+        return self.before.prompt * sum(self.prefix.sizes[: self.common]) // total if total else 0
+
+    def miss_reason(
+        self, usage: Usage | None, host: str | None, now_ns: int, ttl_s: float | None
+    ) -> str | None:
+        """Say why fewer tokens came from the cache than could have; ``None`` where all did."""
+        if usage is None:
+            return None
+        if usage.cache_read is None:
+            return "not reported by the host"
+        if self.before is None:
+            return None if usage.cache_read else "first call of the conversation"
+        expected = min(self.before.prompt, usage.prompt)
+        if usage.cache_read >= expected - max(SLACK_TOKENS, expected // 50) and usage.cache_read > 0:
+            return None
+        broken = self.broken_by
+        if broken == "effort":
+            return "effort changed"
+        if broken is not None:
+            return f"prefix changed at {broken}"
+        if None not in (host, self.before.host) and host != self.before.host:
+            return f"host flipped from {self.before.host} to {host}"
+        if expected < MINIMUM_TOKENS:
+            return f"below the minimum of about {MINIMUM_TOKENS} tokens"
+        idle_s = (now_ns - self.before.at_ns) / _NS
+        if ttl_s is not None and idle_s > ttl_s:
+            return f"cache life of {ttl_s:.0f} s passed ({idle_s:.0f} s since the last call)"
+        return "not kept by the host"
+
+
+class PrefixWatch:
+    """Remembers the latest requests of all conversations. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[int, Turn] = OrderedDict()
+        self._number = 0
+        self._lock = threading.Lock()
+
+    def check(self, prefix: Prefix) -> PrefixCheck:
+        """Compare a request with those before it."""
+        with self._lock:
+            turns = [
+                turn
+                for turn in reversed(self._turns.values())
+                if turn.prefix.model == prefix.model and turn.prefix.opening == prefix.opening
+            ]
+        best: PrefixCheck | None = None
+        for turn in turns:
+            candidate = PrefixCheck(prefix, turn, _common(turn.prefix.digests, prefix.digests))
+            if best is None or (candidate.stable, candidate.common) > (best.stable, best.common):
+                best = candidate
+        return best or PrefixCheck(prefix, None, 0)
+
+    def answered(self, check: PrefixCheck, usage: Usage, host: str | None, now_ns: int) -> None:
+        """Remember a request and what the host counted for it."""
+        turn = Turn(check.prefix, usage.prompt, usage.output, host, now_ns)
+        with self._lock:
+            self._number += 1
+            self._turns[self._number] = turn
+            if len(self._turns) > KEPT_TURNS:
+                self._turns.popitem(last=False)
+
+
+def prefix_of(body: Mapping[str, JsonValue]) -> Prefix:
+    """Reduce a request body to its prefix."""
+    raw = body.get("messages")
+    messages: Sequence[JsonValue] = raw if isinstance(raw, list) else ()
+    written = [write_json(message) for message in messages]
+    digests = tuple(hashlib.blake2b(data, digest_size=12).digest() for data in written)
+    roles = tuple(str(message.get("role")) if isinstance(message, dict) else "?" for message in messages)
+    first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
+    effort = [body.get(member) for member in _EFFORT_MEMBERS]
+    return Prefix(
+        model=str(body.get("model")),
+        tools=hashlib.blake2b(write_json(body.get("tools")), digest_size=12).digest(),
+        effort=hashlib.blake2b(write_json(effort), digest_size=12).digest(),
+        digests=digests,
+        roles=roles,
+        sizes=tuple(len(data) for data in written),
+        opening=digests[first] if digests else b"",
+    )
+
+
+def _common(left: Sequence[bytes], right: Sequence[bytes]) -> int:
+    count = 0
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
