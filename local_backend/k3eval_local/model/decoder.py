@@ -108,7 +108,12 @@ class K3Model(nn.Module):
             self.model = Backbone(config, dtype)
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
         if torch.device(device or "cpu").type != "meta":
-            self.to_empty(device=device or "cpu")
+            # to_empty would do, but it imports sympy (0.5 s) for each start of the server
+            memory = {
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device or "cpu")
+                for name, tensor in self.state_dict().items()
+            }
+            self.load_state_dict(memory, assign=True)
 
     @property
     def layers(self) -> Sequence[DecoderLayer]:
