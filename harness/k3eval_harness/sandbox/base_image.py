@@ -311,12 +311,14 @@ class EngineImages:
     @contextlib.contextmanager
     def _errors(self, what: str) -> Iterator[None]:
         import requests
-        from docker.errors import DockerException
+        from docker.errors import APIError, DockerException
 
         try:
             yield
         except (DockerException, requests.RequestException, OSError) as error:
-            raise ImageBuildError(f"{what}: {_brief(str(error))}") from error
+            # the engine's own words, without the address of the API call
+            words = error.explanation if isinstance(error, APIError) else None
+            raise ImageBuildError(f"{what}: {_brief(str(words or error))}") from error
 
 
 class DebianMaker:
