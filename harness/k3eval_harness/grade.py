@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Final
 
 from k3eval_harness.errors import SandboxError, SizeLimitExceeded, TaskError, VerifierError
+from k3eval_harness.results.layout import write_text
 from k3eval_harness.results.schema import Outcome, TestCounts
 from k3eval_harness.sandbox.archive import TreeStats, check, extract
 from k3eval_harness.sandbox.protocol import Sandbox, SandboxProvider, SandboxSpec, Shell
+from k3eval_harness.sandbox.treediff import diff_trees
 from k3eval_harness.task import Task
 from k3eval_harness.task.env import resolve_env
 
 TREE_LIMIT: Final = 2 * 1024**3
 LOGS_LIMIT: Final = 64 * 1024**2
-ARTIFACTS_LIMIT: Final = 256 * 1024**2
+LOGS_ARTIFACTS: Final = "/logs/artifacts"
+"""Harbor's convention: always collected, and seen by the hidden tests."""
 REWARD_BYTES: Final = 64 * 1024
 _STEP_SECONDS: Final = 120.0
 _MAX_NAMES: Final = 200
@@ -56,9 +59,10 @@ class Grade:
 
 
 def capture_paths(task: Task, workdir: str) -> tuple[str, ...]:
-    """What crosses over: the task's ``capture`` list, else its working directory, and declared artifacts."""
+    """What crosses over: ``capture`` or else the working directory, declared artifacts, LOGS_ARTIFACTS."""
     chosen = list(task.extras.capture) or [workdir]
     chosen += [item.source for item in task.artifacts if item.source.startswith("/")]
+    chosen.append(LOGS_ARTIFACTS)
     paths = dict.fromkeys(posixpath.normpath(path) for path in chosen)
     if "/" in paths:
         raise TaskError(
@@ -93,11 +97,13 @@ def grade(
     spec: SandboxSpec,
     captured: tuple[CapturedPath, ...],
     verifier_dir: Path,
+    changes: Path,
     check_cancelled: Callable[[], None],
 ) -> Grade:
     """Run the hidden tests over ``captured`` in a new container described by ``spec``.
 
-    What the tests leave in /logs/verifier is copied to ``verifier_dir``. Raises VerifierError when there is
+    What the tests leave in /logs/verifier is copied to ``verifier_dir``, what the agent changed is written to
+    ``changes`` as a patch. Raises VerifierError when there is
     no usable reward, SandboxError when the container fails.
     """
     verifier = task.config.verifier
@@ -106,6 +112,7 @@ def grade(
     sandbox = provider.start(spec)
     try:
         root = sandbox.open_shell(user="0", cwd="/")
+        _write_changes(sandbox, captured, changes)
         _lay_over(sandbox, root, captured)
         check_cancelled()
         owner = shlex.quote(user)
@@ -194,6 +201,18 @@ def read_junit(path: Path) -> TestCounts | None:
         else:
             passed += 1
     return TestCounts(passed=passed, failed=failed, skipped=skipped, failed_names=tuple(names[:_MAX_NAMES]))
+
+
+def _write_changes(sandbox: Sandbox, captured: tuple[CapturedPath, ...], changes: Path) -> None:
+    """Compare each captured tree with the image's own, before it is laid over."""
+    patches: list[str] = []
+    for item in captured:
+        if item.archive is None or item.path == LOGS_ARTIFACTS:
+            continue
+        with tempfile.TemporaryFile() as before, item.archive.open("rb") as after:
+            if sandbox.download(item.path, before, TREE_LIMIT):
+                patches.append(diff_trees(before, after).patch)
+    write_text(changes, "".join(patches))
 
 
 def _lay_over(sandbox: Sandbox, root: Shell, captured: tuple[CapturedPath, ...]) -> None:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import string
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from decimal import Decimal
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from k3eval_harness.agent.protocol import Agent, AgentLimits
+from k3eval_harness.agent.protocol import Agent
 from k3eval_harness.agent.registry import make_agent
 from k3eval_harness.clients import ClientFactory
 from k3eval_harness.engine.events import (
@@ -37,9 +34,10 @@ from k3eval_harness.engine.events import (
     TurnStarted,
 )
 from k3eval_harness.engine.executor import Executor, ThreadExecutor
-from k3eval_harness.errors import BudgetError, Cancelled, HarnessError, TaskError, UsageError
+from k3eval_harness.errors import BudgetError, Cancelled, HarnessError
 from k3eval_harness.journal import Journal, utc_now
 from k3eval_harness.launcher import local_server
+from k3eval_harness.plan import JobConfig, JobPlan, TrialPlan, plan_job
 from k3eval_harness.provenance import collect_provenance
 from k3eval_harness.results import harbor
 from k3eval_harness.results.layout import JobLayout, append_line, remember_secrets, write_json
@@ -47,9 +45,9 @@ from k3eval_harness.results.schema import JobSummary, ModelInfo, Outcome, Proven
 from k3eval_harness.results.summary import summarise
 from k3eval_harness.sandbox.container import DockerProvider
 from k3eval_harness.sandbox.engine import EngineInfo, check_disk, connect, engine_info
-from k3eval_harness.sandbox.images import ImageBuilder, image_repository
+from k3eval_harness.sandbox.images import ImageBuilder
 from k3eval_harness.sandbox.lease import reap
-from k3eval_harness.task import Task, lint_task, unsupported
+from k3eval_harness.task import Task, lint_task
 from k3eval_harness.trial import Phase, Trial, TrialSetup
 
 if TYPE_CHECKING:
@@ -57,87 +55,18 @@ if TYPE_CHECKING:
 
     from k3eval import Message, ModelRef
 
-_ALPHABET: Final = string.ascii_letters + string.digits
-_NAME_CHARS: Final = 32
-MAX_TRIALS: Final = 100_000
+__all__ = [
+    "JobConfig",
+    "JobPlan",
+    "TrialPlan",
+    "ValidationResult",
+    "plan_job",
+    "run_job",
+    "validate_task",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class JobConfig:
-    """What the user asked for."""
-
-    tasks: tuple[Task, ...]
-    agent: str
-    """``oracle``, ``nop``, ``k3`` or ``module:Class``."""
-    model: ModelRef | None
-    """None = no model (oracle, nop). A local model without a base URL is served by the job itself."""
-    attempts: int = 1
-    concurrency: int = 1
-    max_cost: Decimal | None = None
-    """For the whole job."""
-    timeout_s: float | None = None
-    """For the whole job."""
-    out: Path = Path("results/runs")
-    """Parent of the job's folder."""
-    seed: int = 0
-    effort: str | None = None
-    limits: AgentLimits = field(default_factory=AgentLimits)
-
-
-@dataclass(frozen=True, slots=True)
-class TrialPlan:
-    """One attempt at one task."""
-
-    trial_id: str
-    task: Task
-    attempt: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class JobPlan:
-    """What ``run_job`` would do; ``--dry-run`` shows it."""
-
-    job_id: str
-    trials: tuple[TrialPlan, ...]
-    images: tuple[str, ...]
-    """Image names, one per different environment; a content hash is added as tag when they are built."""
-    worst_case_cost: Decimal | None
-    """The limit on money; zero when nothing costs money; None = no limit."""
-    notes: tuple[str, ...]
-
-
-def plan_job(config: JobConfig) -> JobPlan:
-    """Check the configuration and lay out the trials; starts nothing and writes nothing.
-
-    Raises UsageError or TaskError.
-    """
-    if not config.tasks:
-        raise UsageError("no task given; see `k3eval tasks list`")
-    if config.attempts < 1 or config.concurrency < 1:
-        raise UsageError("attempts and concurrency must be at least 1")
-    if len(config.tasks) * config.attempts > MAX_TRIALS:
-        raise UsageError(f"more than {MAX_TRIALS} trials; run fewer tasks or attempts at a time")
-    agent = make_agent(config.agent)
-    if agent.needs_model and config.model is None:
-        raise UsageError(f"agent {config.agent} needs a model, for example --model local/a")
-    for task in config.tasks:
-        reason = unsupported(task)
-        if reason:
-            raise TaskError(f"{task.path}: {reason}")
-    trials = tuple(
-        TrialPlan(_trial_id(task), task, attempt, config.seed + attempt - 1)
-        for attempt in range(1, config.attempts + 1)
-        for task in config.tasks
-    )
-    stamp = utc_now().strftime("%Y-%m-%d__%H-%M-%S")
-    return JobPlan(
-        job_id=f"{stamp}__{_random(4)}",
-        trials=trials,
-        images=tuple(dict.fromkeys(image_repository(task) for task in config.tasks)),
-        worst_case_cost=_worst_case(config, len(trials)),
-        notes=tuple(_notes(config)),
-    )
+LOCAL_OUTPUT_TOKENS: Final = 1024
+"""Output tokens of one call to a local model, unless the limits say otherwise."""
 
 
 def run_job(config: JobConfig, observer: JobObserver, cancel: threading.Event) -> JobSummary:
@@ -161,8 +90,15 @@ def _clients(config: JobConfig, model: ModelRef | None) -> ClientFactory:
         model,
         max_cost=config.max_cost,
         effort=config.effort,
-        max_output=config.limits.max_output_tokens_per_turn,
+        max_output=_max_output(config),
     )
+
+
+def _max_output(config: JobConfig) -> int | None:
+    """Output tokens of one call; a local model without a limit would fill its context with every reply."""
+    chosen = config.limits.max_output_tokens_per_turn
+    local = config.model is not None and config.model.provider == "local"
+    return LOCAL_OUTPUT_TOKENS if chosen is None and local else chosen
 
 
 @contextmanager
@@ -488,34 +424,3 @@ def _reward(record: TrialRecord) -> float | None:
 def _date_of(price_row: str | None) -> str | None:
     """The check date in ``host/model@YYYY-MM-DD``."""
     return price_row.rpartition("@")[2] if price_row else None
-
-
-def _trial_id(task: Task) -> str:
-    """Harbor's form: the task's name cut to 32 characters, two underscores, seven random characters."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", task.short_name)[:_NAME_CHARS].strip("._-") or "task"
-    return f"{name}__{_random(7)}"
-
-
-def _random(length: int) -> str:
-    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
-
-
-def _worst_case(config: JobConfig, trials: int) -> Decimal | None:
-    if config.model is None or config.model.provider == "local":
-        return Decimal(0)
-    limits = [config.max_cost]
-    if config.limits.max_cost is not None:
-        limits.append(config.limits.max_cost * trials)
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _notes(config: JobConfig) -> Iterator[str]:
-    model = config.model
-    if model is not None and model.provider == "local" and model.base_url is None:
-        yield f"the local model {model.model} is served for the length of the run; it costs no money"
-    elif _worst_case(config, 1) is None:
-        yield "no limit on money: set --max-cost"
-    for task in config.tasks:
-        for finding in lint_task(task):
-            if finding.level != "info":
-                yield f"{task.name}: {finding.where}: {finding.message}"

@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from k3eval.errors import Cause, K3EvalError
 from k3eval_harness.agent.protocol import Agent, AgentContext, AgentLimits, AgentListener, AgentResult
+from k3eval_harness.artifacts import keep_artifacts
 from k3eval_harness.errors import AgentError, BudgetError, Cancelled, HarnessError, SizeLimitExceeded
 from k3eval_harness.grade import CapturedPath, Grade, capture, capture_paths, grade
+from k3eval_harness.hooks import run_collect_hooks, wait_healthy
 from k3eval_harness.journal import Journal, utc_now
 from k3eval_harness.results.layout import TrialLayout, append_line, write_json, write_text
 from k3eval_harness.results.schema import (
@@ -170,13 +172,17 @@ class Trial:
         seconds = self._agent_seconds()
         sandbox = self._phase(Phase.SANDBOX, lambda: setup.provider.start(self._agent_spec(image, seconds)))
         try:
+            wait_healthy(setup.task, sandbox, self._check_stop)
             paths = capture_paths(setup.task, sandbox.workdir)
             result = progress.result = self._phase(Phase.AGENT, lambda: self._run_agent(sandbox, seconds))
             progress.stop_reason = result.stop_reason
 
             def freeze_and_capture() -> tuple[CapturedPath, ...]:
+                run_collect_hooks(setup.task, sandbox, self._log)
                 sandbox.freeze()
-                return capture(sandbox, paths, folder)
+                captured = capture(sandbox, paths, folder)
+                keep_artifacts(setup.task, captured, sandbox.workdir, setup.layout.artifacts_dir)
+                return captured
 
             return self._phase(Phase.CAPTURE, freeze_and_capture)
         finally:
@@ -211,7 +217,16 @@ class Trial:
         setup = self._setup
         lifetime = setup.task.config.verifier.timeout_sec + _MARGIN_SECONDS
         spec = self._spec(image, "grade", lifetime)
-        return grade(setup.task, setup.provider, spec, captured, setup.layout.verifier_dir, self._check_stop)
+        layout = setup.layout
+        return grade(
+            setup.task,
+            setup.provider,
+            spec,
+            captured,
+            layout.verifier_dir,
+            layout.changes_patch,
+            self._check_stop,
+        )
 
     def _agent_seconds(self) -> float | None:
         limits = (self._setup.task.config.agent.timeout_sec, self._setup.limits.max_seconds)

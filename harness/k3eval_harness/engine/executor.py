@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+STOP_SECONDS: Final = 60.0
+"""How long running trials may take to wind up; one that hangs longer (in an engine call) is left behind."""
 _POLL_SECONDS: Final = 0.1
 
 
@@ -23,7 +26,7 @@ class Executor(Protocol):
         poll: Callable[[], None],
         interrupt: Callable[[], None],
     ) -> None:
-        """Run all trials and return when the last one started has ended.
+        """Run all trials and return when the last one started has ended, or STOP_SECONDS after ``stop``.
 
         ``poll`` is called about ten times a second on the calling thread; it may set ``stop``, after which no
         further trial starts. On Ctrl-C ``interrupt`` is called, which sets ``stop`` too; when ``stop`` is
@@ -63,7 +66,10 @@ class ThreadExecutor:
         ]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads):
+        give_up = float("inf")
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < give_up:
+            if stop.is_set():
+                give_up = min(give_up, time.monotonic() + STOP_SECONDS)
             try:
                 poll()
                 for thread in threads:

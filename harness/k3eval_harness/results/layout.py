@@ -9,7 +9,7 @@ The layout is Harbor's; ``job.json``, ``trial.json`` and the journals are k3eval
         config.json lock.json result.json           Harbor's
         trial.log exception.txt
         trial.json journal.jsonl                    k3eval's
-        agent/        trajectory.json (ATIF), the agent's own files
+        agent/        trajectory.json (ATIF), changes.patch, the agent's own files
         verifier/     test-stdout.txt, reward.txt or reward.json, what the tests left in /logs/verifier
         artifacts/    manifest.json, collected files under their absolute paths
 """
@@ -79,6 +79,11 @@ class TrialLayout:
     def trajectory_json(self) -> Path:
         """The conversation in ATIF."""
         return self.agent_dir / "trajectory.json"
+
+    @property
+    def changes_patch(self) -> Path:
+        """What the agent changed in the work tree."""
+        return self.agent_dir / "changes.patch"
 
     @property
     def verifier_dir(self) -> Path:

@@ -97,15 +97,15 @@ def read_single_file(archive: IO[bytes], limit: int) -> bytes | None:
 def extract(archive: IO[bytes], into: Path, limit: int) -> tuple[str, ...]:
     """Write the regular files of an untrusted tar below ``into``; returns their relative names.
 
-    The archive's top folder is left out of the names. Links and everything else are skipped. Raises
-    SizeLimitExceeded beyond ``limit`` bytes.
+    The archive's top folder is left out of the names; an archive of one file is written to ``into`` itself.
+    Links and everything else are skipped. Raises SizeLimitExceeded beyond ``limit`` bytes.
     """
     written: list[str] = []
     size = 0
     with tarfile.open(fileobj=archive, mode="r|") as tar:
         for member in tar:
-            parts = PurePosixPath(member.name).parts[1:] or PurePosixPath(member.name).parts[-1:]
-            if not (member.isreg() and is_safe(member) and parts):
+            parts = PurePosixPath(member.name).parts[1:]
+            if not (member.isreg() and is_safe(member)):
                 continue
             size += member.size
             if size > limit or len(written) > MAX_MEMBERS:
