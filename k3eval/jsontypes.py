@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeAlias, cast
 
-JsonValue: TypeAlias = "None | bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue]"
+JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject: TypeAlias = "dict[str, JsonValue]"
 
 
@@ -25,6 +25,10 @@ def read_json(data: str | bytes) -> JsonValue:
     """Parse JSON text; ``ValueError`` says what is wrong (bad UTF-8 and too deep nesting included)."""
     text = data if isinstance(data, str) else data.decode("utf-8")
     try:
+        if text[:1] in ("{", "["):  # the common case without the decoder's whitespace matching
+            value, end = _decoder.raw_decode(text)
+            if end == len(text):
+                return cast("JsonValue", value)
         return cast("JsonValue", _decoder.decode(text))
     except RecursionError:
         raise ValueError("JSON is nested too deep") from None

@@ -34,6 +34,15 @@ class SseParser:
         """Take the next bytes and return the events that they complete."""
         if not data:
             return []
+        if (
+            data.count(b"\n") == 2
+            and data.endswith(b"\n\n")
+            and data.startswith(b"data: ")
+            and not (self._parts or self._data or self._after_cr)
+            and b"\r" not in data
+        ):
+            self._start = False
+            return [data[6:-2]]  # the common case: one packet, one event
         if self._after_cr:
             self._after_cr = False
             if data[:1] == b"\n":

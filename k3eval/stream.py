@@ -120,21 +120,27 @@ class MessageBuilder:
 
     def add(self, delta: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
         """Take one delta, append its events, and return how many generated characters it carried."""
-        before = len(events)
-        chars = self._add_reasoning(delta, at_ns, events)
-        content = delta.get("content")
-        if content:
-            text = content if isinstance(content, str) else _parts_text(content)
-            new = self._text.add(text)
-            if new:
-                events.append(TextDelta(new, at_ns))
-                chars += len(new)
-        calls = delta.get("tool_calls")
-        if isinstance(calls, list):
-            for call in calls:
-                if isinstance(call, dict):
-                    chars += self._add_call(call, at_ns, events)
-        return chars if len(events) > before else 0
+        chars = 0
+        for name, value in delta.items():
+            if not value or name == "role":
+                continue
+            if name == "content":
+                new = self._text.add(value if isinstance(value, str) else _parts_text(value))
+                if new:
+                    events.append(TextDelta(new, at_ns))
+                    chars += len(new)
+            elif name == "tool_calls":
+                for call in value if isinstance(value, list) else ():
+                    if isinstance(call, dict):
+                        chars += self._add_call(call, at_ns, events)
+            elif name == "reasoning_content":
+                chars += self._add_reasoning(value, "reasoning_content", at_ns, events)
+            elif name == "reasoning":
+                if not delta.get("reasoning_content"):
+                    chars += self._add_reasoning(value, "reasoning", at_ns, events)
+            elif name == "reasoning_details":
+                chars += self._add_details(value, delta, at_ns, events)
+        return chars
 
     def replace(self, message: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
         """Take a whole message in place of a delta: what it states counts, what it leaves out stays."""
@@ -143,25 +149,27 @@ class MessageBuilder:
         fresh.add(message, at_ns, found)
         chars = 0
         for event in found:
-            known = self._reasoning if isinstance(event, ReasoningDelta) else self._text
-            if isinstance(event, ReasoningDelta | TextDelta):
-                event.text = event.text.removeprefix(known.value())
-                if not event.text:
-                    continue
-                chars += len(event.text)
-            elif isinstance(event, ToolCallDelta):
-                if self._calls:
-                    continue
+            if isinstance(event, ReasoningDelta):
+                new = event.text.removeprefix(self._reasoning.value())
+                if new:
+                    events.append(ReasoningDelta(new, at_ns))
+                    chars += len(new)
+            elif isinstance(event, TextDelta):
+                new = event.text.removeprefix(self._text.value())
+                if new:
+                    events.append(TextDelta(new, at_ns))
+                    chars += len(new)
+            elif isinstance(event, ToolCallDelta) and not self._calls:
+                events.append(event)
                 chars += len(event.name or "") + len(event.arguments)
-            events.append(event)
-        for name in ("_text", "_reasoning"):
-            if getattr(fresh, name).pieces:
-                setattr(self, name, getattr(fresh, name))
+        if fresh._text.pieces:
+            self._text = fresh._text
+        if fresh._reasoning.pieces:
+            self._reasoning, self._member = fresh._reasoning, fresh._member
         if fresh._calls:
             self._calls, self._by_index = fresh._calls, fresh._by_index
         if fresh._details:
             self._details = fresh._details
-        self._member = fresh._member if fresh._reasoning.pieces else self._member
         return chars
 
     def message(self, reply_id: str | None) -> Message:
@@ -173,30 +181,31 @@ class MessageBuilder:
         calls = tuple(call.value(i, reply_id) for i, call in enumerate(self._calls))
         return Message("assistant", text or (None if calls else ""), calls, reasoning=reasoning)
 
-    def _add_reasoning(self, delta: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
-        text = delta.get("reasoning_content")
-        if text:
-            self._member = "reasoning_content"
-        else:
-            text = delta.get("reasoning")
-            if text:
-                self._member = "reasoning"
-        details = delta.get("reasoning_details")
-        if isinstance(details, list) and details:
-            fresh = [item for item in details if isinstance(item, dict)]
-            _merge_details(self._details, fresh)
-            if not text:
-                self._member = "reasoning"
-                text = "".join(detail_text(item) for item in fresh)
-        if not isinstance(text, str) or not text:
+    def _add_reasoning(
+        self, text: JsonValue, member: ReasoningMember, at_ns: int, events: list[StreamEvent]
+    ) -> int:
+        if not isinstance(text, str):
             return 0
+        self._member = member
         new = self._reasoning.add(text)
         if not new:
             return 0
         events.append(ReasoningDelta(new, at_ns))
         return len(new)
 
+    def _add_details(
+        self, details: JsonValue, delta: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]
+    ) -> int:
+        """Keep the structured details; their text counts only where the delta has no plain text beside them."""
+        fresh = [item for item in details if isinstance(item, dict)] if isinstance(details, list) else []
+        _merge_details(self._details, fresh)
+        if delta.get("reasoning_content") or delta.get("reasoning"):
+            return 0
+        text = "".join(detail_text(item) for item in fresh)
+        return self._add_reasoning(text, "reasoning", at_ns, events) if text else 0
+
     def _add_call(self, data: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
+        """Take a piece of a tool call; nearly all pieces are only more arguments for a known index."""
         function = as_object(data.get("function")) or {}
         call_id, name = as_str(data.get("id")) or "", as_str(function.get("name")) or ""
         raw = function.get("arguments")
@@ -322,37 +331,39 @@ class StreamDecoder:
             payload = read_object(data)
         except ValueError as error:
             raise ProtocolError(f"a stream event is not a JSON object: {error}") from error
+        get = payload.get
+        choices = get("choices")
+        usage = get("usage")
+        if self._id is None or usage is not None or not choices:
+            self._identify(payload)
+        if get("error"):
+            self.error = as_object(get("error")) or payload
         self._raw = payload
-        if self._id is None:
-            self._id = as_str(payload.get("id"))
-        model = payload.get("model")
-        if isinstance(model, str):
-            self._model = model
-        provider = payload.get("provider")
-        if isinstance(provider, str):
-            self._served_by = provider
-        if payload.get("error") or payload.get("object") == "error":
-            self.error = as_object(payload.get("error")) or payload
-        choices = payload.get("choices")
         if isinstance(choices, list):
             for choice in choices:
                 if isinstance(choice, dict) and not choice.get("index"):
                     self._choice(choice, at_ns)
                     if choice.get("usage") is not None:
                         self._see_usage(payload, at_ns)
-        if payload.get("usage") is not None:
+        if usage is not None:
             self._see_usage(payload, at_ns)
 
+    def _identify(self, payload: Mapping[str, JsonValue]) -> None:
+        """Take who answers: from the first chunk, and from the last one, whose model may be more exact."""
+        self._id = self._id or as_str(payload.get("id"))
+        self._model = as_str(payload.get("model")) or self._model
+        self._served_by = as_str(payload.get("provider")) or self._served_by
+        if payload.get("object") == "error":
+            self.error = payload
+
     def _choice(self, choice: Mapping[str, JsonValue], at_ns: int) -> None:
-        chars = 0
-        delta = choice.get("delta")
+        get = choice.get
+        delta = get("delta")
         if isinstance(delta, dict):
-            if delta:
-                chars = self._builder.add(delta, at_ns, self._events)
+            chars = self._builder.add(delta, at_ns, self._events) if delta else 0
         else:
-            message = choice.get("message")
-            if isinstance(message, dict):
-                chars = self._builder.replace(message, at_ns, self._events)
+            message = get("message")
+            chars = self._builder.replace(message, at_ns, self._events) if isinstance(message, dict) else 0
         if chars:
             if self.first_token_ns is None:
                 self.first_token_ns = at_ns
@@ -360,11 +371,12 @@ class StreamDecoder:
             self.last_token_ns = at_ns
             self.token_events += 1
             self.total_chars += chars
-        finish = choice.get("finish_reason")
+        finish = get("finish_reason")
         if finish and isinstance(finish, str) and (self._finish is None or finish == "error"):
             self._finish = finish
-        if choice.get("error"):
-            self.error = as_object(choice.get("error")) or {"message": str(choice.get("error"))}
+        error = get("error")
+        if error:
+            self.error = as_object(error) or {"message": str(error)}
 
     def _see_usage(self, payload: Mapping[str, JsonValue], at_ns: int) -> None:
         if self._usage.see(payload) and self._usage.report is not None:

@@ -234,6 +234,9 @@ class Try:
         self.sent_ns = time.monotonic_ns()
         self.headers: httpx.Headers = httpx.Headers()
         self.status: int | None = None
+        limits = call.context.timeouts
+        first_limit_s = 86_400.0 if limits is None else min(limits.first_token, limits.total)
+        self._next_check_ns = self.sent_ns + int(first_limit_s * _NS)
 
     def began(self, status: int, headers: httpx.Headers) -> None:
         """Take the reply's first line and headers."""
@@ -267,15 +270,18 @@ class Try:
             self.observer = None  # the foreign client judges for itself; the worst case stands
             self._settle(now, None, error.message)
             return
+        if now > self._next_check_ns:
+            self._check_time(now, observer)
+
+    def _check_time(self, now: int, observer: Observer) -> None:
         limits = self.call.context.timeouts
-        if limits is not None and not observer.complete:
-            waited = (now - self.sent_ns) / _NS
-            if observer.first_token_ns is None and waited > limits.first_token:
-                raise TransportError(f"no token within {limits.first_token:g} s", request=self.call.summary)
-            if waited > limits.total:
-                raise TransportError(
-                    f"no complete reply within {limits.total:g} s", request=self.call.summary
-                )
+        if limits is None or observer.complete:
+            return
+        waited = (now - self.sent_ns) / _NS
+        if observer.first_token_ns is None and waited > limits.first_token:
+            raise TransportError(f"no token within {limits.first_token:g} s", request=self.call.summary)
+        if waited > limits.total:
+            raise TransportError(f"no complete reply within {limits.total:g} s", request=self.call.summary)
 
     def whole(self, body: bytes) -> None:
         """Settle with a reply that came in one piece. Raises the error that it is or holds."""
