@@ -488,6 +488,7 @@ def test_a_grammar_that_allows_only_stops_beats_min_tokens(engine: EngineCore):
         (request([1], 3, min_tokens=4), "min_tokens"),
         (request([1, VOCAB], 1), "token id 64"),
         (request([-1], 1), "token id -1"),
+        (request([1], 1, stop_ids=frozenset({99})), "token id 99"),
         (request([1], 1, boundaries=(2,)), "boundaries"),
         (request([1], 1, sampling=Sampling(temperature=-1.0)), "temperature"),
         (request([1], 1, sampling=Sampling(temperature=float("nan"))), "temperature"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import torch
 
 from k3eval_local.engine.cache import CacheManager
@@ -23,7 +24,7 @@ from k3eval_local.engine.errors import ContextOverflow, EngineClosed, InvalidReq
 from k3eval_local.engine.generation import Generation
 from k3eval_local.engine.request import Finish, GenerationRequest, GenerationResult, TokenEvent
 from k3eval_local.engine.runner import ModelRunner
-from k3eval_local.engine.sampler import Choice, Chosen, choose
+from k3eval_local.engine.sampler import Choice, Chosen, Logits, Mask, choose
 from k3eval_local.engine.scheduler import Chunking, Piece, Scheduler, Sequence, new_sequence
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class EngineCore:
         if prefill_chunk < 1 or checkpoint_tokens < 1:
             raise InvalidRequest("prefill_chunk and checkpoint_tokens must be at least 1")
         self.layout = runner.layout
-        self._runner = runner
+        self.runner = runner
         self._cache = CacheManager(runner)
         self._chunking = Chunking(prefill_chunk, checkpoint_tokens, runner.layout.attention_parity)
         self._scheduler = Scheduler(self._chunking)
@@ -193,7 +194,8 @@ class EngineCore:
             raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be at least 1")
         if not 0 <= request.min_tokens <= request.max_tokens:
             raise InvalidRequest(f"min_tokens is {request.min_tokens}; it must be in 0..{request.max_tokens}")
-        low, high = min(request.prompt_ids), max(request.prompt_ids)
+        ids = (*request.prompt_ids, *request.stop_ids)
+        low, high = min(ids), max(ids)
         if low < 0 or high >= self.layout.vocab_size:
             wrong = low if low < 0 else high
             raise InvalidRequest(
@@ -312,7 +314,7 @@ class EngineCore:
             self._cache.grow(memory, sequence.length)
             rows.append(self._cache.row(memory, sequence.computed))
             tokens.append(int(sequence.tokens[sequence.length - 1]))
-        logits = self._runner.decode(rows, tokens)
+        logits = self.runner.decode(rows, tokens)
         for sequence in batch:
             sequence.computed += 1
         self._choose(batch, logits)
@@ -322,7 +324,7 @@ class EngineCore:
         if memory is None:
             raise RuntimeError("a prefilling sequence holds no memory")
         last = piece.stop == sequence.prompt_length
-        logits = self._runner.prefill(
+        logits = self.runner.prefill(
             self._cache.row(memory, piece.start), sequence.tokens[piece.start : piece.stop], last=last
         )
         sequence.computed = piece.stop
@@ -352,7 +354,7 @@ class EngineCore:
         choices, alive, index = [], [], []
         for i, sequence in enumerate(batch):
             try:
-                mask = self._mask(sequence, logits.device)
+                mask = self._mask(sequence)
             except Exception as error:  # noqa: BLE001 - the request carries it as its result
                 self._fail([sequence], error)
                 continue
@@ -361,7 +363,8 @@ class EngineCore:
             index.append(i)
         if not alive:
             return
-        picked = choose(logits if len(index) == len(batch) else logits[index], choices)
+        values: Logits = logits.float().numpy(force=True)
+        picked = choose(values if len(index) == len(batch) else values[index], choices)
         now = time.monotonic_ns()
         for sequence, chosen in zip(alive, picked, strict=True):
             try:
@@ -369,22 +372,21 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001 - the request carries it as its result
                 self._fail([sequence], error)
 
-    def _mask(self, sequence: Sequence, device: torch.device) -> torch.Tensor | None:
+    def _mask(self, sequence: Sequence) -> Mask | None:
         """Tokens that the grammar and min_tokens leave; a grammar that allows only stops beats min_tokens."""
         request = sequence.request
-        grammar = request.grammar.allowed() if request.grammar is not None else None
+        allowed = request.grammar.allowed() if request.grammar is not None else None
         mask = None
-        if grammar is not None:
-            mask = torch.as_tensor(grammar, dtype=torch.bool, device=device)
+        if allowed is not None:
+            mask = np.asarray(allowed, dtype=np.bool_)
             if mask.shape != (self.layout.vocab_size,):
-                raise ValueError(f"the grammar's mask has shape {tuple(mask.shape)}, not the vocabulary's")
-            if not bool(mask.any()):
+                raise ValueError(f"the grammar's mask has shape {mask.shape}, not the vocabulary's")
+            if not mask.any():
                 raise ValueError("the grammar allows no token here")
         if sequence.generated < request.min_tokens and request.stop_ids:
-            stops = torch.tensor(sorted(request.stop_ids), device=device)
-            whole = mask if mask is not None else torch.ones(self.layout.vocab_size, dtype=torch.bool)
-            rest = whole.to(device).index_fill(0, stops, False)
-            mask = rest if bool(rest.any()) else mask
+            rest = np.ones(self.layout.vocab_size, dtype=np.bool_) if mask is None else mask.copy()
+            rest[list(request.stop_ids)] = False
+            mask = rest if rest.any() else mask
         return mask
 
     def _deliver(self, sequence: Sequence, chosen: Chosen | None, now: int) -> None:

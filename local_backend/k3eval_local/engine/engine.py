@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from k3eval_local.engine.core import EngineCore
 from k3eval_local.engine.k3_runner import K3Runner
+from k3eval_local.engine.native_runner import NativeRunner
+from k3eval_local.kernels.native.build import NativeUnavailable
 from k3eval_local.model.accounting import count_parameters
 from k3eval_local.model.decoder import K3Model
 
+_log = logging.getLogger(__name__)
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
 """Reserved address space; memory is only used as the cache fills."""
 _CHUNK_PRODUCTS = 4e9
@@ -32,6 +37,7 @@ class Engine(EngineCore):
         block_tokens: int = 32,
         checkpoint_tokens: int = 512,
         cache_dtype: torch.dtype | None = None,
+        native: bool | None = None,
         seed: int | None = None,
     ) -> None:
         """Reserves the memory; does not start yet.
@@ -44,19 +50,42 @@ class Engine(EngineCore):
         block_tokens: tokens of a page of the cache.
         checkpoint_tokens: spacing of the checkpoints that are kept besides those at turn ends.
         cache_dtype: of the attention cache; the model's own by default.
+        native: run on the native CPU step; by default when it can be had, else one line says why not.
         seed: source of the seeds of requests that bring none.
 
-        Raises InvalidRequest when the budget does not hold max_batch states and one page.
+        Raises InvalidRequest when the budget does not hold max_batch states and one page, and
+        NativeUnavailable when native is True and the native step cannot be had.
         """
-        runner = K3Runner(
-            model,
-            memory_budget_bytes=memory_budget_bytes,
-            max_batch=max_batch,
-            page_tokens=block_tokens,
-            cache_dtype=cache_dtype,
-        )
+        runner = _runner(model, memory_budget_bytes, max_batch, block_tokens, cache_dtype, native)
         chunk = _chunk(model) if prefill_chunk is None else prefill_chunk
         super().__init__(runner, prefill_chunk=chunk, checkpoint_tokens=checkpoint_tokens, seed=seed)
+
+
+def _runner(
+    model: K3Model,
+    budget: int,
+    max_batch: int,
+    page_tokens: int,
+    dtype: torch.dtype | None,
+    native: bool | None,
+) -> K3Runner:
+    """The fastest runner that can be had."""
+    if native is not False and (native or dtype in (None, model.dtype)):
+        try:
+            return NativeRunner(
+                model, memory_budget_bytes=budget, max_batch=max_batch, page_tokens=page_tokens
+            )
+        except NativeUnavailable as reason:
+            if native:
+                raise
+            _log.info("the engine runs on torch: %s", reason)
+    return K3Runner(
+        model,
+        memory_budget_bytes=budget,
+        max_batch=max_batch,
+        page_tokens=page_tokens,
+        cache_dtype=dtype,
+    )
 
 
 def _chunk(model: K3Model) -> int:

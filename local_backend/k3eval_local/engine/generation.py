@@ -24,6 +24,7 @@ class Generation:
         self.submitted_ns = submitted_ns
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
+        self._ended = threading.Event()
         self._events: list[TokenEvent] = []
         self._result: GenerationResult | None = None
         self._cancelled = False
@@ -65,12 +66,10 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Waits for the end. Raises TimeoutError after `timeout` seconds; a failed request does not raise."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._result is not None, timeout):
-                raise TimeoutError(f"request {self.request.request_id!r} did not end within {timeout} s")
-            result = self._result
-        assert result is not None  # noqa: S101 - narrows the type; wait_for has just established it
-        return result
+        # An event of its own: who waits for the end is not woken by every token.
+        if not self._ended.wait(timeout) or self._result is None:
+            raise TimeoutError(f"request {self.request.request_id!r} did not end within {timeout} s")
+        return self._result
 
     async def aresult(self) -> GenerationResult:
         """`result` for an event loop."""
@@ -104,6 +103,7 @@ class Generation:
         with self._changed:
             if self._result is None:
                 self._result = result
+                self._ended.set()
                 self._wake()
 
     def _wake(self) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the next token of each row of a batch, from logits.
+"""Chooses the next token of each row of a batch, from logits, in NumPy: microseconds count here.
 
 A row's choice depends on its logits, its options, its seed and its index only: the random number is a hash of
 (seed, index), so the same request draws the same numbers whatever else is in the batch. Log-probabilities are
@@ -11,9 +11,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
 from k3eval_local.engine.request import Sampling, TopLogprob
+
+Logits = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,8 @@ class Choice:
     seed: int
     index: int
     """Number of tokens that the request has generated so far."""
-    mask: torch.Tensor | None = None
-    """Boolean [vocab] of the tokens that may be chosen; at least one."""
+    mask: Mask | None = None
+    """[vocab], the tokens that may be chosen; at least one."""
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,16 @@ def uniform(seed: int, index: int) -> float:
     return (int.from_bytes(digest) >> 3) * 2.0**-53
 
 
-def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chosen | None]:
+def choose(logits: Logits, choices: Sequence[Choice]) -> list[Chosen | None]:
     """Chooses one token for each row of logits [rows, vocab]; None where a row holds NaN or +inf."""
-    logits = logits.float()
-    finite = torch.isfinite(logits.amax(dim=1)).tolist()
+    finite = np.isfinite(logits.max(axis=1)).tolist()
     masked = logits
     if any(choice.mask is not None for choice in choices):
-        masked = logits.clone()
+        masked = logits.copy()
         for row, choice in enumerate(choices):
             if choice.mask is not None:
-                masked[row].masked_fill_(~choice.mask, float("-inf"))
-    ids = masked.argmax(dim=1).tolist()
+                masked[row, ~choice.mask] = -np.inf
+    ids = masked.argmax(axis=1).tolist()
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0 and finite[row]]
     if drawn:
         for row, token in zip(drawn, _draw(masked[drawn], [choices[row] for row in drawn]), strict=True):
@@ -69,30 +72,39 @@ def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chosen | Non
     return chosen
 
 
-def _draw(logits: torch.Tensor, choices: Sequence[Choice]) -> list[int]:
-    """Inverse-CDF sampling in vocabulary order, after temperature and top_p."""
-    device = logits.device
-    temperature = torch.tensor([choice.sampling.temperature for choice in choices], device=device)
+def _draw(logits: Logits, choices: Sequence[Choice]) -> list[int]:
+    """Inverse-CDF sampling in vocabulary order, after temperature and top_p, in fp64."""
+    temperature = np.array([choice.sampling.temperature for choice in choices])
     # The maximum is taken off first: a tiny temperature must not overflow.
-    shifted = (logits - logits.amax(dim=1, keepdim=True)).double() / temperature.double()[:, None]
-    p = torch.softmax(shifted, dim=1)
-    if any(choice.sampling.top_p < 1 for choice in choices):
-        top_p = torch.tensor([choice.sampling.top_p for choice in choices], device=device, dtype=p.dtype)
-        ranked, order = p.sort(dim=1, descending=True, stable=True)
-        outside = ranked.cumsum(dim=1) - ranked >= top_p[:, None]
-        outside[:, 0] = False
-        p = p.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), 0.0)
-    cumulative = p.cumsum(dim=1)
-    u = torch.tensor([uniform(choice.seed, choice.index) for choice in choices], device=device, dtype=p.dtype)
-    # right=True: a token of probability 0 occupies no interval and cannot be drawn.
-    ids = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True)[:, 0]
-    # u * total can round up to the total itself: then the last token with mass is meant.
-    last = p.shape[1] - 1 - (p.flip(1) > 0).int().argmax(dim=1)
-    return [int(token) for token in torch.minimum(ids, last).tolist()]
+    p = (logits - logits.max(axis=1, keepdims=True)).astype(np.float64)
+    p = np.exp(p / temperature[:, None])
+    for row, choice in enumerate(choices):
+        if choice.sampling.top_p < 1:
+            p[row, p[row] < _smallest_kept(p[row], choice.sampling.top_p)] = 0.0
+    cumulative = p.cumsum(axis=1)
+    tokens = []
+    for row, choice in enumerate(choices):
+        wanted = uniform(choice.seed, choice.index) * cumulative[row, -1]
+        # side="right": a token of probability 0 occupies no interval and cannot be drawn.
+        token = int(np.searchsorted(cumulative[row], wanted, side="right"))
+        # u * total can round up to the total itself: then the last token with mass is meant.
+        tokens.append(token if token < len(p[row]) else int(p[row].nonzero()[0][-1]))
+    return tokens
 
 
-def _with_logprobs(token: int, logits: torch.Tensor, count: int) -> Chosen:
-    logprobs = torch.log_softmax(logits.double(), dim=0)
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    top = tuple(TopLogprob(i, value) for i, value in zip(ids.tolist(), values.tolist(), strict=True))
+def _smallest_kept(p: npt.NDArray[np.float64], top_p: float) -> float:
+    """Of the smallest set of most likely tokens that holds top_p of the mass, the least likely one's p.
+
+    Tokens that are equally likely as that one stay too, so that the set does not depend on an order.
+    """
+    ranked = np.sort(p)[::-1]
+    mass = ranked.cumsum()
+    return float(ranked[np.searchsorted(mass, top_p * mass[-1])])
+
+
+def _with_logprobs(token: int, logits: Logits, count: int) -> Chosen:
+    shifted = logits.astype(np.float64) - logits.max()
+    logprobs = shifted - np.log(np.exp(shifted).sum())
+    best = np.argsort(-logprobs, kind="stable")[:count] if count else ()
+    top = tuple(TopLogprob(int(i), float(logprobs[i])) for i in best)
     return Chosen(token, float(logprobs[token]), top)
