@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from server_helpers import TOKENIZER
 
 from k3eval_local.protocol.messages import (
     Call,
@@ -18,7 +19,6 @@ from k3eval_local.protocol.messages import (
 )
 from k3eval_local.protocol.xtml import ConversationError, Prompt, encode, escape, in_call_order, unescape
 from k3eval_local.tokenizer import Tokenizer
-from tests.local.server_helpers import TOKENIZER
 
 PUBLISHED = {
     "think": 39964,
