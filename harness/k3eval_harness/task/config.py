@@ -212,6 +212,14 @@ class ArtifactTable(TomlTable):
         return value
 
 
+def _artifact_table(value: object) -> object:
+    return {"source": value} if isinstance(value, str) else value
+
+
+Artifact = Annotated[ArtifactTable, BeforeValidator(_artifact_table)]
+"""A table, or its ``source`` alone as a string."""
+
+
 class StepTable(TomlTable):
     """``[[steps]]`` of a multi-step task."""
 
@@ -220,7 +228,7 @@ class StepTable(TomlTable):
     verifier: VerifierTable = VerifierTable()
     min_reward: float | dict[str, float] | None = None
     healthcheck: HealthcheckTable | None = None
-    artifacts: list[str | ArtifactTable] = []
+    artifacts: list[Artifact] = []
 
 
 class K3EvalTable(TomlTable):
@@ -270,7 +278,7 @@ class TaskConfig(TomlTable):
     environment: EnvironmentTable = EnvironmentTable()
     solution: SolutionTable = SolutionTable()
     source: str | None = None
-    artifacts: list[str | ArtifactTable] = []
+    artifacts: list[Artifact] = []
     multi_step_reward_strategy: Literal["mean", "final"] | None = None
     steps: list[StepTable] = []
 

@@ -81,10 +81,8 @@ class Task:
 
     @property
     def artifacts(self) -> tuple[ArtifactTable, ...]:
-        """Declared artifacts in table form."""
-        return tuple(
-            ArtifactTable(source=item) if isinstance(item, str) else item for item in self.config.artifacts
-        )
+        """Declared artifacts."""
+        return tuple(self.config.artifacts)
 
 
 def load_task(path: Path) -> Task:
