@@ -187,13 +187,11 @@ def words(*parts: int | str) -> list[int]:
     return ids
 
 
-OPEN, C, S, E = CONTROL.open, CONTROL.close, CONTROL.sep, CONTROL.end_of_msg
+B, C, S, E = CONTROL.open, CONTROL.close, CONTROL.sep, CONTROL.end_of_msg
 
 
 def test_a_missing_think_close_does_not_lose_the_answer_or_the_calls() -> None:
-    ids = words(
-        "why", OPEN, "response", S, "so", OPEN, "tools", S, OPEN, 'call tool="f" index="1"', S, C, "call", S
-    )
+    ids = words("why", B, "response", S, "so", B, "tools", S, B, 'call tool="f" index="1"', S, C, "call", S)
     assert joined(parsed(ids)) == ("why", "so", [("f", "{}")], [0])
 
 
@@ -207,7 +205,7 @@ def test_calls_are_never_shown_as_text_when_no_tools_were_declared() -> None:
 
 
 def test_unknown_tags_are_text() -> None:
-    ids = words("a", OPEN, "table", S, "b", C, "table", S, "c")
+    ids = words("a", B, "table", S, "b", C, "table", S, "c")
     assert joined(parsed(ids, thinking=False))[1] == "a<|open|>table<|sep|>b<|close|>table<|sep|>c"
 
 
@@ -216,7 +214,7 @@ def test_other_control_tokens_are_shown_by_name() -> None:
 
 
 def test_a_header_without_end_is_text_in_the_end() -> None:
-    assert joined(parsed(words(OPEN, "x" * 5000), thinking=False))[1] == "<|open|>" + "x" * 5000
+    assert joined(parsed(words(B, "x" * 5000), thinking=False))[1] == "<|open|>" + "x" * 5000
 
 
 def test_a_cut_call_keeps_what_was_said_and_has_no_end() -> None:
@@ -224,13 +222,13 @@ def test_a_cut_call_keeps_what_was_said_and_has_no_end() -> None:
         C,
         "think",
         S,
-        O,
+        B,
         "tools",
         S,
-        O,
+        B,
         'call tool="w" index="1"',
         S,
-        O,
+        B,
         'argument key="text" type="string"',
         S,
         "cut he",
@@ -240,19 +238,19 @@ def test_a_cut_call_keeps_what_was_said_and_has_no_end() -> None:
 
 def test_nothing_follows_the_end_of_the_message() -> None:
     parser = OutputParser(TOKENIZER, thinking=False)
-    assert joined(parse_all(parser, words("a", E, "b", OPEN, "response", S, "c")))[1] == "a"
+    assert joined(parse_all(parser, words("a", E, "b", B, "response", S, "c")))[1] == "a"
     assert parser.ended
 
 
 def test_a_raw_json_call_body_is_the_arguments() -> None:
     ids = words(
-        O,
+        B,
         "tools",
         S,
-        O,
+        B,
         'call tool="f"',
         S,
-        O,
+        B,
         'json type="object"',
         S,
         '{"a":1}',
