@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 from k3eval.providers.compatible import Compatible
 
@@ -11,6 +11,8 @@ from k3eval.providers.compatible import Compatible
 @dataclass(frozen=True, kw_only=True)
 class Local(Compatible):
     """``k3eval serve``. Forced lengths and server timings go through ``extra``."""
+
+    estimate_path: ClassVar[str | None] = "/tokenizers/estimate-token-count"
 
 
 LOCAL: Final = Local(
