@@ -194,7 +194,7 @@ def chat_server(engine: object, dialect: str = "vllm", **changes: object) -> Cha
     """The handlers over ``engine``."""
     made = settings(dialect, **changes)
     generator = Generator(
-        engine,  # type: ignore[arg-type]  # any engine of this module, or the real one
+        engine,
         TOKENIZER,
         context_length=made.context_length,
         default_max_tokens=made.default_max_tokens,

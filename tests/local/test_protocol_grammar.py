@@ -60,7 +60,7 @@ def calls_of(ids: list[int], *, thinking: bool = True) -> list[tuple[str, dict[s
 
 
 def asking(*tools: ToolDef, mode: str = "required", name: str | None = None) -> Conversation:
-    choice = ToolChoice(mode, name)  # type: ignore[arg-type]  # one of the modes
+    choice = ToolChoice(mode, name)
     return Conversation(messages=(ChatMessage("user", "x"),), tools=tools, tool_choice=choice)
 
 
@@ -82,7 +82,7 @@ def has(value: object, kind: type | tuple[type, ...]) -> bool:
 
 PROPERTIES: list[tuple[str, JsonObject, Callable[[object], bool]]] = [
     ("string", {"type": "string"}, lambda v: has(v, str)),
-    ("integer", {"type": "integer", "minimum": 3, "maximum": 40}, lambda v: has(v, int) and 3 <= v <= 40),  # type: ignore[operator]  # has() narrows
+    ("integer", {"type": "integer", "minimum": 3, "maximum": 40}, lambda v: has(v, int) and 3 <= v <= 40),
     ("number", {"type": "number"}, lambda v: has(v, (int, float))),
     ("boolean", {"type": "boolean"}, lambda v: has(v, bool)),
     ("null", {"type": "null"}, lambda v: v is None),

@@ -60,7 +60,7 @@ def pieces(prompt: Prompt, tokenizer: Tokenizer = TOKENIZER) -> str:
 
 
 def plain(*messages: ChatMessage, **changes: object) -> Conversation:
-    return Conversation(messages=messages, effort=None, **changes)  # type: ignore[arg-type]
+    return Conversation(messages=messages, effort=None, **changes)
 
 
 def test_thinking_prefix_has_the_published_ids(k3_ids: Tokenizer) -> None:
