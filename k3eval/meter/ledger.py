@@ -12,12 +12,12 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, Decimal
 from pathlib import Path
-from typing import Final, TextIO, cast
+from typing import Final, Literal, TextIO, cast
 
 from k3eval.errors import BudgetExceededError, ConfigError
 from k3eval.jsontypes import JsonObject, JsonValue
@@ -152,23 +152,11 @@ class Ledger:
         """Return sums over the rows."""
         return totals(self.attempts(scope=scope))
 
-    def export_jsonl(self, out: TextIO, *, scope: str | None = None) -> int:
-        """Write one JSON object a row, amounts as strings; return the number of rows."""
-        count = 0
-        for attempt in self.attempts(scope=scope):
-            out.write(json.dumps(attempt_to_json(attempt), ensure_ascii=False) + "\n")
-            count += 1
-        return count
-
-    def export_csv(self, out: TextIO, *, scope: str | None = None) -> int:
-        """Write a table with a header line; return the number of rows."""
-        writer = csv.writer(out)
-        writer.writerow(_COLUMNS)
-        count = 0
-        for attempt in self.attempts(scope=scope):
-            writer.writerow(["" if value is None else value for value in _values(attempt)])
-            count += 1
-        return count
+    def export(
+        self, out: TextIO, *, kind: Literal["csv", "jsonl"] = "jsonl", scope: str | None = None
+    ) -> int:
+        """Write the rows as JSON lines or as a table, amounts with all their digits; return how many."""
+        return write_rows(self.attempts(scope=scope), out, kind=kind)
 
     def close(self) -> None:
         """Close the file. Rows are already safe on disk."""
@@ -253,7 +241,23 @@ class Ledger:
             db.execute("COMMIT")
 
 
-def totals(attempts: Iterator[Attempt]) -> Totals:
+def write_rows(attempts: Iterable[Attempt], out: TextIO, *, kind: Literal["csv", "jsonl"]) -> int:
+    """Write rows as JSON lines or as a table with a header line; return how many."""
+    count = 0
+    if kind == "csv":
+        writer = csv.writer(out)
+        writer.writerow(_COLUMNS)
+        for attempt in attempts:
+            writer.writerow(["" if value is None else value for value in _values(attempt)])
+            count += 1
+        return count
+    for attempt in attempts:
+        out.write(json.dumps(attempt_to_json(attempt), ensure_ascii=False) + "\n")
+        count += 1
+    return count
+
+
+def totals(attempts: Iterable[Attempt]) -> Totals:
     """Sum attempts up. Costs that are unknown are left out of the sums and counted in ``unknown``."""
     usages: list[Usage] = []
     sums: dict[str, dict[str, Decimal | None]] = {}

@@ -52,7 +52,7 @@ class Meter:
         """Sums over the calls made through this meter (the ledger may hold more)."""
         with self._lock:
             own = tuple(self._own)
-        return totals(iter(own))
+        return totals(own)
 
     def now(self) -> datetime:
         """The wall clock."""
