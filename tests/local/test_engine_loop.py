@@ -435,6 +435,22 @@ def test_a_failing_decode_step_fails_its_batch_and_the_engine_goes_on():
         assert_nothing_leaked(engine)
 
 
+class ForgetfulRunner(FakeRunner):
+    """Cannot save a state."""
+
+    def save_state(self, slot: int, pages: np.ndarray) -> None:
+        raise RuntimeError("no room for the state")
+
+
+def test_a_state_that_cannot_be_saved_spoils_no_finished_request_and_leaks_nothing():
+    with EngineCore(ForgetfulRunner(), prefill_chunk=16, checkpoint_tokens=8) as engine:
+        run(engine, prompt_of(6))  # its end cannot be kept
+        result = engine.submit(request(prompt_of(20), 4)).result(30)  # nor its block ends
+        assert (result.finish, result.error) == ("error", "RuntimeError: no room for the state")
+        assert engine.stats().checkpoints == 0
+        assert_nothing_leaked(engine)
+
+
 class Digits:
     """A grammar: only tokens 0..9, at most `limit` of them."""
 

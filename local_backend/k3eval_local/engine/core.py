@@ -299,7 +299,7 @@ class EngineCore:
                 return
             scheduler.waiting.popleft()
             sequence.memory = memory
-            sequence.computed = sequence.deepest_checkpoint = memory.hit_tokens
+            sequence.computed = sequence.cached_tokens = sequence.deepest_checkpoint = memory.hit_tokens
             sequence.started_ns = time.monotonic_ns()
             scheduler.prefilling.append(sequence)
             self._prompt_tokens += sequence.prompt_length
@@ -412,28 +412,38 @@ class EngineCore:
                 self._end(sequence, "error", f"{type(error).__name__}: {error}")
 
     def _end(self, sequence: Sequence, finish: Finish, error: str | None = None) -> None:
-        """Takes the sequence out, returns its memory, and only then tells its consumer."""
-        self._scheduler.remove(sequence)
+        """Takes the sequence out, returns its memory, and only then tells its consumer - in any case."""
+        try:
+            self._scheduler.remove(sequence)
+            self._return_memory(sequence, keep=finish in ("stop", "length") and sequence.request.use_cache)
+        finally:
+            sequence.generation.finish(_result(sequence, finish, error))
+
+    def _return_memory(self, sequence: Sequence, *, keep: bool) -> None:
         memory = sequence.memory
-        if memory is not None:
-            if finish in ("stop", "length") and sequence.request.use_cache:
+        if memory is None:
+            return
+        try:
+            if keep:
                 self._checkpoint(sequence, evict_first=False)
-            self._cache.release(memory)
+        except Exception:  # noqa: BLE001 - clean-up: the request itself is complete
+            _log.exception("the end of a finished sequence could not be kept for later requests")
+        finally:
             sequence.memory = None
-        submitted = sequence.generation.submitted_ns
-        now = time.monotonic_ns()
-        started = sequence.started_ns if sequence.started_ns is not None else now
-        first = sequence.token_ns[0] if sequence.token_ns else now
-        cached = memory.hit_tokens if memory is not None else 0
-        sequence.generation.finish(
-            GenerationResult(
-                ids=tuple(sequence.tokens[sequence.prompt_length : sequence.length].tolist()),
-                finish=finish,
-                cached_tokens=cached,
-                written_tokens=max(0, sequence.deepest_checkpoint - cached),
-                queue_ns=started - submitted,
-                prefill_ns=max(0, first - started),
-                token_ns=tuple(at - submitted for at in sequence.token_ns),
-                error=error,
-            )
-        )
+            self._cache.release(memory)
+
+
+def _result(sequence: Sequence, finish: Finish, error: str | None) -> GenerationResult:
+    submitted, now = sequence.generation.submitted_ns, time.monotonic_ns()
+    started = sequence.started_ns if sequence.started_ns is not None else now
+    first = sequence.token_ns[0] if sequence.token_ns else now
+    return GenerationResult(
+        ids=tuple(sequence.tokens[sequence.prompt_length : sequence.length].tolist()),
+        finish=finish,
+        cached_tokens=sequence.cached_tokens,
+        written_tokens=max(0, sequence.deepest_checkpoint - sequence.cached_tokens),
+        queue_ns=started - submitted,
+        prefill_ns=max(0, first - started),
+        token_ns=tuple(at - submitted for at in sequence.token_ns),
+        error=error,
+    )

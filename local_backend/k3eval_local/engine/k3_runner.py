@@ -170,6 +170,10 @@ class K3Runner:
         """See `ModelRunner.copy_page`."""
         self._latents[:, target, :tokens] = self._latents[:, source, :tokens]
 
+    def fill_with_noise(self, pages: int, seed: int = 0) -> None:
+        """Pretends that the first `pages` pages hold tokens, for timing at a context length."""
+        self._latents[:, :pages].normal_(generator=torch.Generator(self._device).manual_seed(seed))
+
     def _run(self, ids: Tensor, segment: Segment, slots: slice | Tensor, attend: _Attend) -> Tensor:
         """All layers: ids [B, T] -> the vectors [B, T, d] before the final norm."""
         model, config = self._model, self._model.config

@@ -105,4 +105,4 @@ class GenerationResult:
     token_ns: tuple[int, ...]
     """Offset of each token from submit."""
     error: str | None = None
-    """Why, when finish is "error"."""
+    """Why, when finish is "error", or when the engine was closed before the end."""

@@ -42,6 +42,8 @@ class Sequence:
     memory: SequenceMemory | None = None
     cuts: list[int] = field(default_factory=list)
     """Positions at which a checkpoint is due, ascending."""
+    cached_tokens: int = 0
+    """Prompt tokens that were restored instead of run."""
     deepest_checkpoint: int = 0
     started_ns: int | None = None
     token_ns: list[int] = field(default_factory=list)

@@ -1,0 +1,355 @@
+"""The engine beside the bare model, batch scaling, prefix hits, decode against context, memory.
+
+    python benchmarks/engine.py [--out results] [--repeats 5] [--threads 1] [--prompt 131000]
+    python benchmarks/engine.py --long        one prompt that fills the whole context; estimates first
+
+Contestants take turns in one run; minima of the repeats are compared, so trust the ratios. Random weights of
+config A (and its all-MLA twin), seed 0. Writes ``engine-bench.md`` and ``engine-bench.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from k3eval_local.engine import Engine, GenerationRequest, GenerationResult, Sampling
+from k3eval_local.engine.k3_runner import K3Runner
+from k3eval_local.engine.native_runner import NativeRunner
+from k3eval_local.engine.runner import Row
+from k3eval_local.kernels.native.build import NativeUnavailable
+from k3eval_local.model.accounting import StoredType, sequence_bytes
+from k3eval_local.model.config import K3Config
+from k3eval_local.model.decoder import K3Model
+
+GREEDY = Sampling(temperature=0)
+WARM_UP = 6000
+CONTEXTS = (1024, 4096, 16384, 65536, 131072)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One figure."""
+
+    section: str
+    case: str
+    value: float
+    unit: str
+
+
+def model_of(name: str) -> K3Model:
+    """Random weights, seed 0."""
+    return K3Model(K3Config.scaled(name)).init_weights(0)
+
+
+def ids(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random prompt."""
+    return tuple(random.Random(seed).choices(range(256), k=length))  # noqa: S311 - benchmark data
+
+
+def best(contestants: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Smallest result of each, taking turns."""
+    taken = {name: float("inf") for name in contestants}
+    for _ in range(repeats):
+        for name, run in contestants.items():
+            taken[name] = min(taken[name], run())
+    return taken
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def decode_seconds(result: GenerationResult) -> float:
+    """Seconds per token after the first."""
+    return (result.token_ns[-1] - result.token_ns[0]) / (len(result.token_ns) - 1) / 1e9
+
+
+def engines(model: K3Model) -> dict[str, Engine]:
+    """The engine on torch, and on the native step where that can be had."""
+    made = {"engine, torch": Engine(model, native=False)}
+    try:
+        made["engine, native step"] = Engine(model, native=True)
+    except NativeUnavailable as reason:
+        say(f"without the native step: {reason}")
+    return made
+
+
+def bare_loop(model: K3Model, prompt: tuple[int, ...], count: int) -> float:
+    """Seconds per token of `K3Model.step` in a loop."""
+    with torch.inference_mode():
+        logits, state = model.forward(torch.tensor([prompt]), last_only=True)
+        token = logits[0, -1].argmax()[None]
+        start = time.perf_counter()
+        for _ in range(count):
+            logits, state = model.step(token, state)
+            token = logits[0].argmax()[None]
+        return (time.perf_counter() - start) / count
+
+
+def single_stream(repeats: int) -> list[Measured]:
+    """Decode speed of one stream: the bare model and the engine."""
+    model, prompt = model_of("a"), ids(256)
+    request = GenerationRequest(prompt, 65, GREEDY, use_cache=False)
+    running = {name: engine.start() for name, engine in engines(model).items()}
+
+    def through(engine: Engine) -> Callable[[], float]:
+        return lambda: decode_seconds(engine.submit(request).result())
+
+    taken = best(
+        {
+            "bare K3Model.step": lambda: bare_loop(model, prompt, 64),
+            **{n: through(e) for n, e in running.items()},
+        },
+        repeats,
+    )
+    for engine in running.values():
+        engine.close()
+    bare = taken["bare K3Model.step"]
+    return [
+        row
+        for name, seconds in taken.items()
+        for row in (
+            Measured("one stream, 256-token prompt", name, 1 / seconds, "tok/s"),
+            Measured("one stream, 256-token prompt", f"{name} / bare", bare / seconds, "x"),
+        )
+    ]
+
+
+def batch_scaling(repeats: int) -> list[Measured]:
+    """Output tokens a second of 1 to 64 streams that start together, prefill of 32 tokens included."""
+    rows = []
+    for name, engine in engines(model_of("a")).items():
+        with engine:
+
+            def run(streams: int, engine: Engine = engine) -> float:
+                requests = [GenerationRequest(ids(32, seed=i), 64, GREEDY) for i in range(streams)]
+                engine.clear_cache()
+                return timed(lambda: [g.result() for g in [engine.submit(request) for request in requests]])
+
+            taken = best({str(n): lambda n=n: run(n) for n in (1, 4, 16, 64)}, repeats)  # type: ignore[misc]  # a lambda's default
+        for streams, seconds in taken.items():
+            rate = int(streams) * 64 / seconds
+            rows.append(Measured("batch scaling", f"{name}, {streams} streams", rate, "tok/s"))
+        gain = 64 * taken["1"] / taken["64"]
+        rows.append(Measured("batch scaling", f"{name}, 64 streams / 1", gain, "x"))
+    return rows
+
+
+def prefix_hits(repeats: int) -> list[Measured]:
+    """Time to the first token of a 4096-token prompt, cold and with all but its last turn cached."""
+    rows = []
+    request = GenerationRequest(ids(4096), 1, GREEDY, boundaries=(4000,))
+    for name, engine in engines(model_of("a")).items():
+        with engine:
+
+            def cold(engine: Engine = engine) -> float:
+                engine.clear_cache()
+                return first_token_s(engine.submit(request).result())
+
+            def hit(engine: Engine = engine) -> float:
+                return first_token_s(engine.submit(request).result())
+
+            taken = best({"cold": cold, "hit": hit}, repeats)
+        rows += [
+            Measured("first token of 4096", f"{name}, {case}", seconds * 1e3, "ms")
+            for case, seconds in taken.items()
+        ]
+        rows.append(Measured("first token of 4096", f"{name}, cold / hit", taken["cold"] / taken["hit"], "x"))
+    return rows
+
+
+def first_token_s(result: GenerationResult) -> float:
+    """Seconds from submit to the first token."""
+    return result.token_ns[0] / 1e9
+
+
+def decode_against_context(repeats: int) -> list[Measured]:
+    """Milliseconds of a decode step (batch 1) of config A and its all-MLA twin; caches filled with noise."""
+    rows = []
+    kinds: dict[str, type[K3Runner]] = {"torch": K3Runner, "native step": NativeRunner}
+    for kind, runner_type in kinds.items():
+        try:
+            runners = {
+                name: runner_type(model_of(name), memory_budget_bytes=300 * 1024**2, max_batch=1)
+                for name in ("a", "a-mla")
+            }
+        except NativeUnavailable:
+            continue
+        section = f"decode step, {kind}"
+        for context in CONTEXTS:
+            steps = {name: step_at(runner, context) for name, runner in runners.items()}
+            taken = best(steps, 4 * repeats)
+            rows += [
+                Measured(section, f"{name} at {context}", seconds * 1e3, "ms")
+                for name, seconds in taken.items()
+            ]
+            ratio = taken["a-mla"] / taken["a"]
+            rows.append(Measured(section, f"a-mla / a at {context}", ratio, "x"))
+    return rows
+
+
+def step_at(runner: K3Runner, context: int) -> Callable[[], float]:
+    """One decode step after `context` tokens of noise."""
+    table = np.arange(runner.layout.pages_for(context + 1), dtype=np.int32)
+    runner.fill_with_noise(len(table))
+    row = Row(0, table, context)
+
+    def run() -> float:
+        with torch.inference_mode():
+            return timed(lambda: runner.decode([row], [5]))
+
+    return run
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is really in use."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def long_prompt(prompt_tokens: int, threads: int, *, bf16: bool) -> list[Measured]:
+    """One prompt, prefilled and decoded, and the memory that took. Runs in a process of its own."""
+    torch.set_num_threads(threads)
+    output = 33
+    total = prompt_tokens + output
+    config = K3Config.scaled("a")
+    cache: StoredType = "bf16" if bf16 else "fp32"
+    predicted = sequence_bytes(config, total, cache=cache).total
+    section = f"prompt of {prompt_tokens}, {cache} cache"
+    with Engine(
+        model_of("a"),
+        memory_budget_bytes=predicted + 64 * 1024**2,
+        max_batch=2,
+        cache_dtype=torch.bfloat16 if bf16 else None,
+    ) as engine:
+        # The allocator settles; the pages that this touches are used again and counted below.
+        engine.submit(GenerationRequest(ids(WARM_UP), 40, GREEDY, use_cache=False)).result()
+        request = GenerationRequest(ids(prompt_tokens), output, GREEDY, use_cache=False)
+        before = resident_bytes()
+        result = engine.submit(request).result()
+        used = resident_bytes() - before + engine.layout.pages_for(WARM_UP + 40) * engine.layout.page_bytes
+    if result.error is not None:
+        raise SystemExit(result.error)
+    prefill = result.prefill_ns / 1e9
+    return [
+        Measured(section, "prefill", prefill, "s"),
+        Measured(section, "prefill", prompt_tokens / prefill, "tok/s"),
+        Measured(section, "decode after it", decode_seconds(result) * 1e3, "ms/token"),
+        Measured(section, "memory, predicted by the accounting", predicted / 1e6, "MB"),
+        Measured(section, "memory, resident, measured", used / 1e6, "MB"),
+        Measured(section, "memory, measured / predicted", used / predicted, "x"),
+    ]
+
+
+def in_own_process(prompt_tokens: int, threads: int, *, bf16: bool) -> list[Measured]:
+    """`long_prompt` where nothing else has touched memory."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(long_prompt, (prompt_tokens, threads), {"bf16": bf16})
+
+
+def estimate_hours(prompt_tokens: int) -> float:
+    """Prefill cost grows linearly with position: the cost at half the prompt is the average cost."""
+    config = K3Config.scaled("a")
+    runner = K3Runner(
+        model_of("a"),
+        memory_budget_bytes=sequence_bytes(config, prompt_tokens // 2 + 64, cache="bf16").total + 10**6,
+        max_batch=1,
+        cache_dtype=torch.bfloat16,
+    )
+    table = np.arange(runner.layout.pages_for(prompt_tokens // 2 + 32), dtype=np.int32)
+    runner.fill_with_noise(len(table))
+    row, piece = Row(0, table, prompt_tokens // 2), np.array(ids(32), dtype=np.int32)
+    with torch.inference_mode():
+        seconds = min(timed(lambda: runner.prefill(row, piece, last=False)) for _ in range(3))
+    return seconds * prompt_tokens / 32 / 3600
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def machine(threads: int) -> dict[str, str]:
+    """What the figures depend on."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
+        "cpu": f"{cpu}, {os.cpu_count()} cores, {threads} thread(s) used",
+        "software": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "load": f"1-minute load average {os.getloadavg()[0]:.1f} at the start",
+    }
+
+
+def write(rows: list[Measured], facts: Mapping[str, str], out: Path, name: str) -> None:
+    """The table and the same figures as JSON."""
+    out.mkdir(parents=True, exist_ok=True)
+    data = {"facts": dict(facts), "rows": [asdict(row) for row in rows]}
+    (out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    lines = ["# Engine benchmark", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    lines += [
+        "Config A (1.2M parameters) with random weights. Contestants took turns; minima are shown.",
+        "",
+    ]
+    section = None
+    for row in rows:
+        if row.section != section:
+            section = row.section
+            lines += ["", f"## {section}", "", "| case | figure | unit |", "|---|---|---|"]
+        lines.append(f"| {row.case} | {row.value:.4g} | {row.unit} |")
+    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Runs every section, or the long prompt."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--prompt", type=int, default=131_000, help="tokens of the long prompt; 0 leaves it out"
+    )
+    parser.add_argument(
+        "--long", action="store_true", help="only a prompt that fills the context, bf16 cache"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    facts = machine(arguments.threads)
+    if arguments.long:
+        tokens = K3Config.scaled("a").max_position_embeddings - 33
+        hours = estimate_hours(tokens)
+        say(f"{tokens} tokens: prefill is estimated at {hours:.2f} h")
+        rows = [Measured(f"prompt of {tokens}, bf16 cache", "prefill, estimated before", hours, "h")]
+        rows += in_own_process(tokens, arguments.threads, bf16=True)
+        write(rows, facts, arguments.out, "engine-bench-long")
+        return
+    rows = []
+    for part in (single_stream, batch_scaling, prefix_hits, decode_against_context):
+        say(part.__name__)
+        rows += part(arguments.repeats)
+    if arguments.prompt:
+        say(f"prompt of {arguments.prompt} tokens")
+        rows += in_own_process(arguments.prompt, arguments.threads, bf16=False)
+    write(rows, facts, arguments.out, "engine-bench")
+
+
+if __name__ == "__main__":
+    main()
