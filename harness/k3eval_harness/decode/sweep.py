@@ -7,6 +7,7 @@ model is a warm-up and is not counted. Calls are made one after the other.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -133,7 +134,8 @@ class _Prompts:
         if known is not None and known[0] == key:
             return known[1]
         rng = random.Random(f"{self.plan.seed} {context} {repeat}")  # noqa: S311 - a place to cut, not a secret
-        nonce = f"{self.plan.nonce} {context} {repeat}"
+        # a digest, so that no two prompts of a run share more than the chat template's first tokens
+        nonce = hashlib.sha256(f"{self.plan.nonce} {context} {repeat}".encode()).hexdigest()[:16]
         density = self.density.get(model.name, 3.0)
         fitted = fit_prompt(self.corpus, context, model.count, rng, nonce, density)
         if fitted.source_chars:
