@@ -57,7 +57,9 @@ class K3Agent:
     version = "1"
     needs_model = True
 
-    def __init__(self) -> None:
+    def __init__(self, error_wait_s: float = 2.0) -> None:
+        self.error_wait_s = error_wait_s
+        """Seconds to wait after a failed call; doubles with each failure in a row."""
         self.prompt_sha256: str | None = prompt_digest()
 
     def run(self, context: AgentContext) -> AgentResult:
@@ -212,7 +214,8 @@ class _Loop:
         state.provider_errors += 1
         if error.cause != "provider" or state.provider_errors >= limits.max_provider_errors:
             raise error
-        wait = min(2.0**state.provider_errors, _MAX_WAIT_SECONDS, self._context.seconds_left())
+        wait = self._agent.error_wait_s * 2.0 ** (state.provider_errors - 1)
+        wait = min(wait, _MAX_WAIT_SECONDS, self._context.seconds_left())
         self._context.cancel.wait(wait)
 
     def _watch(self, stream: Iterator[StreamEvent]) -> None:
