@@ -104,7 +104,7 @@ def test_the_agents_image_holds_nothing_of_the_fix() -> None:
     try:
         ensure_base_image(client)
         oracle = _files(client, task, "oracle", "/tmp/tree")
-        fixed = {oracle[f"tree/{name}"] for name in facts["fixed_files"]}
+        fixed = {oracle[f"tree/{name}"] for name in facts["files_changed_by_fix"]}
         agent = _files(client, task, None, "/")
     finally:
         client.close()

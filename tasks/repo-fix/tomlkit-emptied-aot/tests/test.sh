@@ -7,7 +7,7 @@ out=/logs/verifier
 tree=/tmp/k3eval-regression
 guard=/tmp/k3eval-guard
 mkdir -p "$out" "$guard"
-echo 0 > "$out/reward.txt"
+echo 0 > /logs/verifier/reward.txt
 
 # What a work tree could use to reach into the test process from outside the package: start-up modules,
 # plugins, options, compiled files.
