@@ -203,18 +203,18 @@ def test_several_chats_at_once_share_one_prefix(engine: EngineCore):
 def test_an_agent_session_rereads_its_prompt_from_the_cache():
     runner = FakeRunner(pages=4096, page_tokens=16)
     with EngineCore(runner, prefill_chunk=128, checkpoint_tokens=512) as engine:
-        history, seen, reread, cached, prompt_tokens = prompt_of(2000), 0, 0, 0, 0
+        history, seen, results, prompts = prompt_of(2000), [], [], []
         for turn in range(20):
+            seen.append(len(history) if turn else 0)  # tokens of earlier prompts and answers
             history += prompt_of(60, seed=turn)
-            result = run(engine, history, 12, boundaries=(len(history) - 3,)).result()
-            prompt_tokens += len(history)
-            reread += seen
-            cached += result.cached_tokens
-            history += result.ids
-            seen = len(history)
-        assert cached >= 0.95 * reread
-        assert cached >= 0.90 * prompt_tokens
-        assert runner.tokens_run == prompt_tokens - cached + 20 * 11
+            prompts.append(len(history))
+            results.append(run(engine, history, 12, boundaries=(len(history) - 3,)).result())
+            history += results[-1].ids
+        cached = [result.cached_tokens for result in results]
+        # Only the last generated token of the turn before is run again.
+        assert cached[1:] == [tokens - 1 for tokens in seen[1:]]
+        assert sum(cached) >= 0.95 * sum(prompts[1:])
+        assert runner.tokens_run == sum(prompts) - sum(cached) + 20 * 11
 
 
 def test_eviction_keeps_results_right_and_drops_pages_and_states_together():

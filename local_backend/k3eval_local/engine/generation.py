@@ -49,7 +49,7 @@ class Generation:
         try:
             seen = 0
             while True:
-                waker.event.clear()
+                waker.rearm()
                 with self._changed:
                     fresh = self._events[seen:]
                     ended = self._result is not None
@@ -114,14 +114,23 @@ class Generation:
 
 
 class _Waker:
-    """Wakes one async iterator from another thread."""
+    """Wakes one async iterator from another thread, at most once until the iterator has looked."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.event = asyncio.Event()
         self._loop = loop
+        self._called = False
+
+    def rearm(self) -> None:
+        """Consumer only, before it looks: what is published from here on wakes it again."""
+        self.event.clear()
+        self._called = False
 
     def wake(self) -> bool:
         """False when the consumer's loop is gone."""
+        if self._called:
+            return True
+        self._called = True
         try:
             self._loop.call_soon_threadsafe(self.event.set)
         except RuntimeError:
