@@ -214,7 +214,7 @@ def _published(model: K3Model, mxfp4: bool, dtype: torch.dtype | None) -> Iterat
             if name.endswith(".A_log"):
                 heads = _padded_heads(model.config)
                 tensor = torch.nn.functional.pad(tensor, (0, heads - tensor.shape[0]))
-            kept = tensor.dtype if dtype is None or _FP32.search(name) else dtype
+            kept = tensor.dtype if dtype is None else torch.float32 if _FP32.search(name) else dtype
             yield PREFIX + name, tensor.to(kept).contiguous()
 
 

@@ -75,7 +75,7 @@ class BiasHistogram:
         found = (running < math.ceil(target)).sum(1, keepdim=True)
         inside = self.counts.gather(1, found)[:, 0]
         before = running.gather(1, found)[:, 0] - inside
-        share = ((target - before) / inside).clamp(0, 1)
+        share = ((target - before.to(torch.float64)) / inside).clamp(0, 1)
         return self.low + (found[:, 0] + share) * self.width
 
 

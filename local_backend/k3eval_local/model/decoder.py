@@ -242,7 +242,7 @@ class K3Model(nn.Module):
     ) -> tuple[Tensor, ModelState]:
         batch, width = ids.shape
         state = self.empty_state(batch) if state is None else state
-        segment = _segment(state, batch, width, lengths)
+        segment = _segment(self.config, state, batch, width, lengths)
         config = self.config
         stream = BlockStream(
             self.model.embed_tokens(ids),
@@ -278,7 +278,12 @@ def mix_query(norm: RMSNorm, proj: nn.Linear) -> Tensor:
     return norm.weight.to(kept) * proj.weight[0].to(kept)
 
 
-def _segment(state: ModelState, batch: int, width: int, lengths: Sequence[int] | Tensor | None) -> Segment:
+def _segment(
+    config: K3Config, state: ModelState, batch: int, width: int, lengths: Sequence[int] | Tensor | None
+) -> Segment:
+    kinds = tuple("kda" if isinstance(layer, KDAState) else "mla" for layer in state.layers)
+    if kinds != config.layer_kinds:
+        raise ValueError("the state belongs to another model: its layers are of other kinds")
     if state.batch != batch:
         raise ValueError(f"ids hold {batch} sequences but the state holds {state.batch}")
     if lengths is None:

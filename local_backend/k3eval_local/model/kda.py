@@ -208,7 +208,7 @@ class KDA(nn.Module):
         self.o_proj = matrix(P, d)
 
     def forward(self, x: Tensor, state: KDAState, segment: Segment, form: KDAForm) -> tuple[Tensor, KDAState]:
-        """X [B, T, d], normed -> (y [B, T, d], new state). Padding leaves the state untouched."""
+        """Run the layer: x [B, T, d], normed -> (y [B, T, d], new state), which padding does not touch."""
         q, k, v, g, beta, conv = self.inputs(x, state.conv, segment)
         bounded = self.bound is not None and self.bound >= SAFE_BOUND
         with exact(x.device):

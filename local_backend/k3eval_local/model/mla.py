@@ -66,13 +66,13 @@ def mla_absorbed(q: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor, mask: Te
         mask = mask.repeat_interleave(H, dim=-2)
         mask = mask[:, None] if mask.dim() == 3 else mask
     o = functional.scaled_dot_product_attention(
-        rows.reshape(B, 1, T * H, -1),
+        rows.reshape(B, 1, T * H, latent.shape[-1]),
         latent[:, None],
         latent[:, None],
         attn_mask=mask,
         scale=q.shape[-1] ** -0.5,
     )
-    return torch.einsum("bthr,hvr->bthv", o.view(B, T, H, -1)[..., :r], w_uv)
+    return torch.einsum("bthr,hvr->bthv", o.view(B, T, H, latent.shape[-1])[..., :r], w_uv)
 
 
 class MLA(nn.Module):
@@ -97,7 +97,7 @@ class MLA(nn.Module):
         self.o_proj = matrix(H * self.value, d)
 
     def forward(self, x: Tensor, state: MLAState, segment: Segment, form: MLAForm) -> tuple[Tensor, MLAState]:
-        """X [B, T, d], normed -> (y [B, T, d], state with the new latents appended)."""
+        """Run the layer: x [B, T, d], normed -> (y [B, T, d], state with the new latents appended)."""
         q, new = self.queries(x), self.latents(x)
         old = state.latent.to(new.dtype)
         joined = torch.cat([old, new], dim=1)
@@ -112,9 +112,9 @@ class MLA(nn.Module):
         return self.output(x, o), MLAState(_compact(joined, old.shape[1], segment))
 
     def queries(self, x: Tensor) -> Tensor:
-        """X [B, T, d] -> [B, T, H, nope + slot]."""
+        """Queries of all heads: x [B, T, d] -> [B, T, H, nope + slot]."""
         q: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        return q.view(*x.shape[:-1], self.heads, -1)
+        return q.view(*x.shape[:-1], self.heads, q.shape[-1] // self.heads)
 
     def latents(self, x: Tensor) -> Tensor:
         """What is cached: x [B, T, d] -> [B, T, kv_lora + slot], the latent normed, the slot raw."""

@@ -178,7 +178,7 @@ class LatentMoE(nn.Module):
         self.shared_experts = SituMLP(d, shared, self.betas, dtype)
 
     def forward(self, x: Tensor, form: ExpertForm | None = None) -> tuple[Tensor, Tensor]:
-        """X [N, d], normed -> (y [N, d], router scores [N, E]). ``form``: see the two functions."""
+        """Run the layer: x [N, d], normed -> (y [N, d], router scores [N, E])."""
         routing = route(x, self.gate.weight, self.gate.e_score_correction_bias, self.top_k, self.scaling)
         z: Tensor = self.routed_expert_down_proj(x)
         E = self.gate.weight.shape[0]
