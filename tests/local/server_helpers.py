@@ -46,7 +46,7 @@ class _Engine:
         raise NotImplementedError
 
     def submit(self, request: GenerationRequest) -> Generation:
-        generation = Generation(request, submitted_ns=time.monotonic_ns(), on_cancel=lambda: None)
+        generation = Generation(request, submitted_ns=time.monotonic_ns(), on_cancel=lambda _: None)
         self.requests.append(request)
         self.generations.append(generation)
         if self.delay_s:
