@@ -31,7 +31,6 @@ from k3eval.providers.base import Capabilities, Provider, is_k3_family
 from k3eval.redact import redact, remember_secret
 from k3eval.refs import ModelRef
 from k3eval.results import Completion, Cost
-from k3eval.stream import StreamDecoder
 from k3eval.tokens import TokenCount, count_locally
 from k3eval.tools import AnyTool, ToolSpec, specs_of
 
@@ -242,9 +241,7 @@ class BaseClient:
             raise ConfigError(f"the request cannot be written as JSON: {error}") from error
         self._guard(request, len(data))
         limits = self.timeouts
-        context = CallContext(
-            observer=StreamDecoder() if request.stream else None, body=body, timeouts=limits
-        )
+        context = CallContext(body=body, timeouts=limits)
         silence = limits.idle if request.stream else max(limits.idle, limits.first_token)
         return (
             httpx.Request(

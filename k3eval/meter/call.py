@@ -36,11 +36,12 @@ from k3eval.meter.ledger import Reservation
 from k3eval.meter.meter import Meter
 from k3eval.meter.otel import Span, start_span
 from k3eval.meter.pricing import PriceRow, plain, write_tier_unknown
+from k3eval.meter.scan import StreamScanner
 from k3eval.options import Timeouts
 from k3eval.providers.base import Provider, is_k3_family
 from k3eval.redact import fingerprint
 from k3eval.results import Attempt, AttemptState, Cost, Timing
-from k3eval.stream import Reply, read_reply
+from k3eval.stream import Reply, StreamDecoder, read_reply
 
 TEMPLATE_TOKENS: Final = 256
 """What a chat template may add beyond the bytes of the request."""
@@ -74,6 +75,7 @@ class CallContext:
     """What the typed client hands the transport with a request, and gets back filled in."""
 
     observer: Observer | None = None
+    """What watches the stream of the last attempt: a ``StreamDecoder`` for the typed client."""
     body: Mapping[str, JsonValue] | None = None
     """The request body, parsed; read from the bytes when not given."""
     timeouts: Timeouts | None = None
@@ -228,7 +230,10 @@ class Try:
 
     def __init__(self, call: Call, reservation: Reservation) -> None:
         self.call = call
-        self.observer = call.context.observer
+        self.observer: Observer | None = None
+        if call.stream:
+            self.observer = StreamDecoder() if call.typed else StreamScanner()
+            call.context.observer = self.observer
         self._reservation = reservation
         self._open = True
         self.sent_ns = time.monotonic_ns()

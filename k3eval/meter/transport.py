@@ -29,7 +29,6 @@ from k3eval.jsontypes import JsonObject, write_json
 from k3eval.meter.call import Call, CallContext, Try, asked_wait, further_tries
 from k3eval.meter.gate import HostGate
 from k3eval.meter.meter import Meter
-from k3eval.meter.scan import StreamScanner
 from k3eval.options import RetryPolicy
 from k3eval.providers.base import Provider
 
@@ -95,12 +94,6 @@ class _Core:
             request.headers["accept-encoding"] = "identity"
         key = request.headers.get("authorization", "").partition(" ")[2] or None
         return Call(self.meter, self.provider, str(request.url), request.content, key, context)
-
-    def start(self, call: Call) -> Try:
-        attempt = call.start()
-        if call.stream and attempt.observer is None:
-            attempt.observer = StreamScanner()
-        return attempt
 
     def outcome(self, call: Call | None, error: K3EvalError) -> httpx.Response:
         """Return or raise what the caller gets after the last attempt."""
@@ -177,7 +170,7 @@ class MeteredTransport(httpx.BaseTransport):
 
     def _try(self, call: Call, request: httpx.Request) -> httpx.Response:
         self._enter(call.gate)
-        attempt = self._core.start(call)
+        attempt = call.start()
         response: httpx.Response | None = None
         handed_over = False
         try:
@@ -223,13 +216,13 @@ class MeteredTransport(httpx.BaseTransport):
         last_ns = time.monotonic_ns() + int(self._core.retry.max_total_s * 1e9)
         try:
             while True:
+                if self._closed.is_set():
+                    raise TransportError("the client was closed")
                 woken.clear()
                 now = time.monotonic_ns()
                 pause = gate.poll(ticket, now)
                 if pause is None:
                     return
-                if self._closed.is_set():
-                    raise TransportError("the client was closed")
                 if now > last_ns:
                     raise TransportError(
                         "waited too long for a place: other calls to this account do not end"
@@ -328,7 +321,7 @@ class AsyncMeteredTransport(httpx.AsyncBaseTransport):
 
     async def _try(self, call: Call, request: httpx.Request) -> httpx.Response:
         await self._enter(call.gate)
-        attempt = self._core.start(call)
+        attempt = call.start()
         response: httpx.Response | None = None
         handed_over = False
         try:
