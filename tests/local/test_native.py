@@ -12,8 +12,10 @@ from torch import Tensor
 
 from k3eval_local.kernels.native import build
 from k3eval_local.kernels.native.build import Isa, NativeUnavailable
+from k3eval_local.kernels.native.scan import kda_scan
 from k3eval_local.kernels.native.step import NativeSession, NativeStep, SequenceView
 from k3eval_local.model import K3Config, K3Model
+from k3eval_local.model.kda import kda_recurrent
 
 ISAS: list[Isa] = [isa for isa in ("avx512", "avx2") if build._NEEDS[isa] <= build.cpu_flags()]
 needs_native = pytest.mark.skipif(not ISAS, reason="this CPU has neither AVX-512 nor AVX2 with FMA")
@@ -145,6 +147,19 @@ def test_input_outside_the_limits_is_refused(cache: Path) -> None:
     step.close()
     with pytest.raises(RuntimeError, match="closed"):
         session.run([1])
+
+
+@needs_native
+@pytest.mark.parametrize("K", [16, 48, 128])
+def test_scan_equals_the_recurrence(K: int, cache: Path) -> None:
+    generator = torch.Generator().manual_seed(K)
+    q, k, v, z = (torch.randn(1, 29, 3, K, generator=generator) for _ in range(4))
+    q, k, g = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1), -z.sigmoid()
+    beta, state = torch.rand(1, 29, 3, generator=generator), torch.randn(1, 3, K, K, generator=generator)
+    expected, end = kda_recurrent(q, k, v, g, beta, state)
+    o = kda_scan(q[0], k[0], v[0], g[0], beta[0], state[0], threads=2, library=build.load(cache=cache))
+    assert (o - expected[0]).abs().max().item() < 1e-5
+    assert (state - end).abs().max().item() < 1e-5
 
 
 def test_no_compiler(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ class NativeStep:
         self.library = library or load()
         self._panel = PANEL[self.library.isa]
         self._keep: list[object] = []  # arrays that C points into
-        self._bytes = 0
+        self._bytes = self._expert_bytes = 0
         self.kda_layers = [i for i, kind in enumerate(config.layer_kinds) if kind == "kda"]
         self.mla_layers = [i for i, kind in enumerate(config.layer_kinds) if kind == "mla"]
         lib = self.library.handle
@@ -175,6 +175,14 @@ class NativeStep:
     def weight_bytes(self) -> int:
         """Bytes of packed weights and vectors (embedding included)."""
         return self._bytes
+
+    @property
+    def active_bytes(self) -> int:
+        """Bytes of weights that one token reads: not the embedding, nor the experts it does not use."""
+        config = self.config
+        embedding = 4 * config.vocab_size * config.hidden_size
+        unused = 1 - config.num_experts_per_token / config.num_experts
+        return self._bytes - embedding - round(unused * self._expert_bytes)
 
     def close(self) -> None:
         """Free the buffers; the step cannot be used afterwards."""
@@ -362,9 +370,11 @@ class NativeStep:
         layer.down = self._mat(
             [torch.cat([moe.routed_expert_up_proj.weight, shared.down_proj.weight], dim=1)]
         )
+        before = self._bytes
         experts = [moe.experts.one(expert) for expert in range(self.config.num_experts)]
         layer.w13 = self._mats([[w1, w3] for w1, w3, _ in experts])
         layer.w2 = self._mats([[w2] for _, _, w2 in experts])
+        self._expert_bytes += self._bytes - before
 
 
 class NativeSession:
@@ -412,6 +422,12 @@ class NativeSession:
         generator = torch.Generator().manual_seed(seed)
         for latent in self._latent:
             latent[:tokens].normal_(generator=generator)
+        self._view.position = tokens
+
+    def rewind(self, tokens: int) -> None:
+        """Set the position back: the latent cache is read up to there; KDA states stay as they are."""
+        if not 0 <= tokens <= self.position:
+            raise ValueError(f"the position is {self.position}, so it cannot be set back to {tokens}")
         self._view.position = tokens
 
     def _reserve(self, tokens: int) -> None:
