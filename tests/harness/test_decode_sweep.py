@@ -119,7 +119,7 @@ def test_rows_fit_and_spread_recover_what_the_model_does() -> None:
     assert (row.ttft_cold_s.median, row.ttft_warm_s.median) == (pytest.approx(4.096), 0.1)
     assert (row.cached_share_cold, row.cached_share_warm) == (0.0, 1.0)
     assert row.prefill_tokens_per_s == pytest.approx(1000)
-    assert row.estimator_error == pytest.approx(0.01)
+    assert row.estimator_error == row.estimator_error_max == pytest.approx(0.01)
     assert row.cost_1k_uncached == Decimal("0.027288")
     assert row.cost_1k_cached == Decimal("0.0162288")
     assert row.seconds_1k_uncached == pytest.approx(4.096 + 999 * 0.014096)

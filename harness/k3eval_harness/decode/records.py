@@ -82,7 +82,8 @@ class ContextRow(Record):
     """Median of uncached prompt tokens over TTFT, cold calls; includes the network and the queue."""
     seconds_per_token: Spread | None
     estimator_error: float | None
-    """Largest absolute error of the client's figure against the server's."""
+    """Median absolute error of the client's figure against the server's."""
+    estimator_error_max: float | None
     cost_1k_uncached: Decimal | None
     """One call that writes 1,000 tokens after this prompt, nothing cached, by the price row."""
     cost_1k_cached: Decimal | None
