@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
+import httpx
 import numpy as np
 
 from k3eval_local.engine.core import EngineStats
@@ -30,6 +32,13 @@ from k3eval_local.server.settings import ServerSettings
 from k3eval_local.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.for_vocab(512)
+HTTP = httpx.Client(
+    timeout=30,
+    trust_env=False,
+    limits=httpx.Limits(max_keepalive_connections=0),
+    verify=ssl.create_default_context(),
+)
+"""One client for all tests (making one takes longer than a request); it keeps no connection."""
 
 
 class _Engine:
@@ -234,6 +243,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 __all__ = [
+    "HTTP",
     "TOKENIZER",
     "Chaos",
     "Limits",

@@ -11,6 +11,7 @@ from decimal import Decimal
 import httpx
 import pytest
 from server_helpers import (
+    HTTP,
     TOKENIZER,
     Limits,
     NoiseEngine,
@@ -48,7 +49,7 @@ def plain() -> Iterator[tuple[Served, ScriptedEngine]]:
 
 def post(served: Served, path: str = "/chat/completions", **members: object) -> httpx.Response:
     body = {"model": "a", "messages": [USER]} | members
-    return httpx.post(f"{served.url}{path}", json=body, timeout=20)
+    return HTTP.post(f"{served.url}{path}", json=body)
 
 
 def frames(response: httpx.Response) -> list[dict]:
@@ -271,13 +272,13 @@ def test_bad_bodies(named: tuple[str, Served, ScriptedEngine]) -> None:
     before = len(engine.requests)
     url = f"{served.url}/chat/completions"
     for content in (b"{", b"", b"[]", b"\xff\xfe", b'{"model": "a"}'):
-        response = httpx.post(url, content=content)
+        response = HTTP.post(url, content=content)
         assert response.status_code == 400
         error_of(response, name)
     long_prompt = post(served, messages=[{"role": "user", "content": "x" * 5000}])
     assert long_prompt.status_code == 400
     assert "4096" in error_of(long_prompt, name)["message"]
-    big = httpx.post(url, content=b" " * (256 * 1024 + 1))
+    big = HTTP.post(url, content=b" " * (256 * 1024 + 1))
     assert big.status_code == 413
     error_of(big, name)
     unknown = post(served, model="gpt-9")
@@ -310,9 +311,9 @@ def test_output_limits_above_the_context(named: tuple[str, Served, ScriptedEngin
 def test_unknown_paths_and_methods(named: tuple[str, Served, ScriptedEngine]) -> None:
     name, served, _ = named
     for response, status in (
-        (httpx.get(f"{served.url}/nowhere"), 404),
-        (httpx.get(f"{served.url}/chat/completions"), 405),
-        (httpx.post(f"{served.url}/models"), 405),
+        (HTTP.get(f"{served.url}/nowhere"), 404),
+        (HTTP.get(f"{served.url}/chat/completions"), 405),
+        (HTTP.post(f"{served.url}/models"), 405),
     ):
         assert response.status_code == status
         error_of(response, name)
@@ -329,11 +330,11 @@ def test_a_key_is_asked_for_when_one_is_set(name: str) -> None:
             ({"authorization": "Bearer rïght".encode("latin-1")}, 401),
             ({"authorization": "Bearer right"}, 200),
         ):
-            response = httpx.get(url, headers=headers)
+            response = HTTP.get(url, headers=headers)
             assert response.status_code == status
             if status == 401:
                 assert "right'" not in json.dumps(error_of(response, name))
-        assert httpx.get(f"{served.root}/health").status_code == 200
+        assert HTTP.get(f"{served.root}/health").status_code == 200
 
 
 # Other endpoints
@@ -341,7 +342,7 @@ def test_a_key_is_asked_for_when_one_is_set(name: str) -> None:
 
 def test_models_name_context_and_efforts(named: tuple[str, Served, ScriptedEngine]) -> None:
     name, served, _ = named
-    data = httpx.get(f"{served.url}/models").json()["data"]
+    data = HTTP.get(f"{served.url}/models").json()["data"]
     first = data[0]
     assert first["id"] == "a"
     assert first["context_length"] == 4096
@@ -352,9 +353,9 @@ def test_models_name_context_and_efforts(named: tuple[str, Served, ScriptedEngin
     )
     assert set(efforts) == {"low", "high", "max"}
     assert "random, seed 0" in json.dumps(first)
-    one = httpx.get(f"{served.url}/models/{data[-1]['id']}")
+    one = HTTP.get(f"{served.url}/models/{data[-1]['id']}")
     assert one.json()["id"] == data[-1]["id"]
-    assert httpx.get(f"{served.url}/models/none/such").status_code in (400, 404)
+    assert HTTP.get(f"{served.url}/models/none/such").status_code in (400, 404)
 
 
 def test_token_count_is_what_usage_says(named: tuple[str, Served, ScriptedEngine]) -> None:
@@ -365,13 +366,13 @@ def test_token_count_is_what_usage_says(named: tuple[str, Served, ScriptedEngine
 
 def test_health_metrics_and_openapi(plain: tuple[Served, ScriptedEngine]) -> None:
     served, _ = plain
-    assert httpx.get(f"{served.root}/health").json()["status"] == "ok"
+    assert HTTP.get(f"{served.root}/health").json()["status"] == "ok"
     post(served)
-    text = httpx.get(f"{served.root}/metrics").text
+    text = HTTP.get(f"{served.root}/metrics").text
     assert 'k3eval_requests_total{path="/v1/chat/completions",status="200"}' in text
     assert "k3eval_engine_free_pages" in text
     assert "k3eval_token_gap_seconds_bucket" in text
-    document = httpx.get(f"{served.root}/openapi.json").json()
+    document = HTTP.get(f"{served.root}/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     assert "/v1/chat/completions" in document["paths"]
 
@@ -382,7 +383,7 @@ def test_prices_are_charged_and_the_balance_runs_out() -> None:
     with serve(engine, "moonshot", options=options, credit=Decimal("0.003")) as served:
         balances = []
         for _ in range(2):
-            balances.append(httpx.get(f"{served.url}/users/me/balance").json()["data"]["available_balance"])
+            balances.append(HTTP.get(f"{served.url}/users/me/balance").json()["data"]["available_balance"])
             last = post(served)
         prompt = len(engine.requests[0].prompt_ids) - 3
         assert balances[0] == 0.003
@@ -397,24 +398,24 @@ def test_prices_are_charged_and_the_balance_runs_out() -> None:
 def test_openrouter_endpoints_cost_and_generation() -> None:
     with serve(ScriptedEngine(SAID), "openrouter", options=DialectOptions(prices=True)) as served:
         api = f"{served.root}/api/v1"
-        reply = httpx.post(
+        reply = HTTP.post(
             f"{api}/chat/completions", json={"model": "moonshotai/kimi-k3", "messages": [USER]}
         ).json()
         usage = reply["usage"]
         expected = (usage["prompt_tokens"] * 3 + usage["completion_tokens"] * 15) / 1e6
         assert usage["cost"] == usage["cost_details"]["upstream_inference_cost"] == pytest.approx(expected)
-        found = until(lambda: httpx.get(f"{api}/generation", params={"id": reply["id"]}).status_code == 200)
+        found = until(lambda: HTTP.get(f"{api}/generation", params={"id": reply["id"]}).status_code == 200)
         assert found
-        record = httpx.get(f"{api}/generation", params={"id": reply["id"]}).json()["data"]
+        record = HTTP.get(f"{api}/generation", params={"id": reply["id"]}).json()["data"]
         assert record["total_cost"] == usage["cost"]
         assert record["native_tokens_prompt"] == usage["prompt_tokens"]
-        assert httpx.get(f"{api}/generation?id=gen-none").status_code == 404
-        assert httpx.get(f"{api}/credits").json()["data"]["total_usage"] == usage["cost"]
-        assert httpx.get(f"{api}/key").json()["data"]["limit_remaining"] == pytest.approx(100 - usage["cost"])
-        endpoints = httpx.get(f"{api}/models/moonshotai/kimi-k3/endpoints").json()["data"]["endpoints"]
+        assert HTTP.get(f"{api}/generation?id=gen-none").status_code == 404
+        assert HTTP.get(f"{api}/credits").json()["data"]["total_usage"] == usage["cost"]
+        assert HTTP.get(f"{api}/key").json()["data"]["limit_remaining"] == pytest.approx(100 - usage["cost"])
+        endpoints = HTTP.get(f"{api}/models/moonshotai/kimi-k3/endpoints").json()["data"]["endpoints"]
         assert endpoints[0]["pricing"]["prompt"] == "0.000003"
         assert {"tag", "provider_name", "max_completion_tokens", "quantization"} <= set(endpoints[0])
-        missing = httpx.post(
+        missing = HTTP.post(
             f"{api}/chat/completions",
             json={"model": "moonshotai/kimi-k3", "messages": [USER], "provider": {"only": ["nobody"]}},
         )
@@ -436,7 +437,7 @@ def test_concurrency_is_given_back() -> None:
     engine = NoiseEngine(eager=0)
     engine.delay_s = 0.01
     with serve(engine, "moonshot", default_max_tokens=3000, limits=Limits(concurrency=1)) as served:
-        with httpx.stream(
+        with HTTP.stream(
             "POST", f"{served.url}/chat/completions", json={"model": "a", "messages": [USER], "stream": True}
         ) as held:
             pieces = held.iter_bytes()  # dropping the iterator would close the response
@@ -459,16 +460,16 @@ def test_a_client_that_goes_away_stops_its_generation(stream: bool) -> None:
             assert until(lambda: bool(engine.generations))
         assert until(lambda: engine.generations[0].cancel_requested)
         assert until(lambda: engine.generations[0].done)
-        assert until(lambda: "k3eval_disconnects_total 1.0" in httpx.get(f"{served.root}/metrics").text)
-        assert until(lambda: "k3eval_chat_in_flight 0.0" in httpx.get(f"{served.root}/metrics").text)
-        assert httpx.get(f"{served.root}/health").status_code == 200
+        assert until(lambda: "k3eval_disconnects_total 1.0" in HTTP.get(f"{served.root}/metrics").text)
+        assert until(lambda: "k3eval_chat_in_flight 0.0" in HTTP.get(f"{served.root}/metrics").text)
+        assert HTTP.get(f"{served.root}/health").status_code == 200
 
 
 def test_a_client_that_sends_half_a_body_and_leaves_is_no_error() -> None:
     with serve(ScriptedEngine(SAID)) as served:
         with socket.create_connection(("127.0.0.1", served.port), timeout=20) as wire:
             wire.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-        assert until(lambda: "k3eval_disconnects_total 1.0" in httpx.get(f"{served.root}/metrics").text)
+        assert until(lambda: "k3eval_disconnects_total 1.0" in HTTP.get(f"{served.root}/metrics").text)
 
 
 def test_many_streams_are_never_mixed() -> None:
