@@ -137,6 +137,12 @@ def test_markup_in_task_names_and_details_is_shown_as_it_is() -> None:
     assert "{{ 7*7 }}" in text
 
 
+def test_random_weights_are_named_as_what_they_are() -> None:
+    lines = summary_lines(full_job())
+    assert any("weights: random, seed 0. Random weights solve nothing" in line for line in lines)
+    assert any(line.startswith("Tokens: 46100 miss, 2000 read, - written, 400 output") for line in lines)
+
+
 def test_vendor_claims_are_marked_as_such() -> None:
     text = report_markdown(full_job())
     before, _, after = text.partition("## Vendors' claims, not measured here")

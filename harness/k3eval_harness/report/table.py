@@ -39,6 +39,8 @@ def summary_lines(report: JobReport) -> tuple[str, ...]:
             "Void (not in the score): " + ", ".join(f"{c} {n}" for c, n in report.void_causes.items())
         )
         lines.extend(f"  {line}" for line in report.void_details[:5])
+    if report.model and report.model.weights:
+        lines.append(f"Model {report.model.name}, weights: {report.model.weights}.{_random(report)}")
     if report.contexts:
         t, c = report.tokens, report.costs
         lines.append(
@@ -51,6 +53,11 @@ def summary_lines(report: JobReport) -> tuple[str, ...]:
         )
         lines.append(_decode_line(report))
     return tuple(lines)
+
+
+def _random(report: JobReport) -> str:
+    random = report.model is not None and (report.model.weights or "").startswith("random")
+    return " Random weights solve nothing: this shows the machinery and its speed." if random else ""
 
 
 def _score_line(report: JobReport) -> str:
