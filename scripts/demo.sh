@@ -41,7 +41,7 @@ main() {
         --max-turns 3 --concurrency "$CONCURRENCY" --out "$OUT/k3"
 
     step "Decode speed and cost of 1,000 tokens against context length, cold and cached prompt"
-    "$K3EVAL" bench decode --contexts 1k,4k --model local/a --repeats 1 --output-tokens 32
+    "$K3EVAL" bench decode --contexts 1k,4k --model local/a --repeats 2 --output-tokens 128
 
     step "Done in $SECONDS s: oracle $(score "$OUT/oracle"), nop $(score "$OUT/nop"), k3 with random weights $(score "$OUT/k3"). Results: $OUT"
 }

@@ -16,7 +16,7 @@ export PYTHONPATH="$guard" PYTHONPYCACHEPREFIX=/tmp/k3eval-pycache PYTEST_DISABL
 unset PYTEST_ADDOPTS PYTEST_PLUGINS
 
 cd /tmp || exit 1
-timeout -k 5 240 python3 -m pytest -q -p no:cacheprovider -c /dev/null --rootdir=/tests \
+timeout -k 5 240 python3 -m pytest -q --tb=line -p no:cacheprovider -c /dev/null --rootdir=/tests \
     --junitxml="$out/junit.xml" /tests/test_hidden.py
 hidden=$?
 
