@@ -79,13 +79,22 @@ class ExecChannel:
                     environment=dict(env),
                 )["Id"]
             )
-            # the docker package hands out the connection's file; a duplicate of its descriptor is an
-            # ordinary socket, which knows time limits and can be shut down from another thread
-            connection = api.exec_start(self._exec_id, socket=True)
-            if not isinstance(connection, socket.SocketIO):
-                raise SandboxError("attached shells need an engine on a unix or tcp socket")
-            self._connection = connection
-            self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+            # Asked for directly and not by exec_start, which hands out the socket but not the response that
+            # must be closed. A duplicate of the descriptor is an ordinary socket: it knows time limits and
+            # can be shut down from another thread.
+            self._response = api.post(
+                f"{api.base_url}/v{api.api_version}/exec/{self._exec_id}/start",
+                json={"Detach": False, "Tty": False},
+                headers={"Connection": "Upgrade", "Upgrade": "tcp"},
+                stream=True,
+                timeout=api.timeout,
+            )
+            try:
+                self._response.raise_for_status()
+                self._socket = socket.socket(fileno=os.dup(self._response.raw.fileno()))
+            except BaseException:
+                self._response.close()
+                raise
 
     def send(self, data: bytes, timeout_s: float) -> None:
         """See ``Channel``."""
@@ -121,5 +130,4 @@ class ExecChannel:
             self._socket.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
             self._socket.close()
-        with contextlib.suppress(OSError):
-            self._connection.close()
+        self._response.close()

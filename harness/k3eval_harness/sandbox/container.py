@@ -33,6 +33,8 @@ CAPABILITIES: Final = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SET
 SPOOL_BYTES: Final = 32 * 1024**2
 DEFAULT_UID: Final = 1000
 SETUP_SECONDS: Final = 120.0
+_NOT_FOUND: Final = 404
+_CHUNK_BYTES: Final = 1024**2
 _KILL_ARGV: Final = ["/bin/sh", "-c", "kill -9 -1"]
 _QUIET_ENV: Final = {"PAGER": "cat", "GIT_PAGER": "cat", "TERM": "dumb", "DEBIAN_FRONTEND": "noninteractive"}
 _OOM: Final = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
@@ -132,19 +134,20 @@ class DockerSandbox:
 
     def download(self, path: str, sink: IO[bytes], limit: int) -> bool:
         """See ``Sandbox``."""
-        from docker.errors import NotFound
-
+        api = self._client.api
         with engine_errors(f"copying {path} out of the container"):
-            try:
-                chunks, _ = self._client.api.get_archive(self._id, path)
-            except NotFound:
-                return False
-            size = 0
-            for chunk in chunks:
-                size += len(chunk)
-                if size > limit:
-                    raise SizeLimitExceeded(f"{path} holds more than {limit // 1024**2} MiB")
-                sink.write(chunk)
+            # asked for directly and not by get_archive, whose response cannot be closed before its end
+            url = f"{api.base_url}/v{api.api_version}/containers/{self._id}/archive"
+            with api.get(url, params={"path": path}, stream=True, timeout=api.timeout) as response:
+                if response.status_code == _NOT_FOUND:
+                    return False
+                response.raise_for_status()
+                size = 0
+                for chunk in response.iter_content(_CHUNK_BYTES):
+                    size += len(chunk)
+                    if size > limit:
+                        raise SizeLimitExceeded(f"{path} holds more than {limit // 1024**2} MiB")
+                    sink.write(chunk)
         return True
 
     def read_file(self, path: str, limit: int) -> bytes | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 API_SECONDS: Final = 120
 """Time limit of one engine call; each read counts, so a build that talks may take longer."""
+KNOCK_SECONDS: Final = 10.0
 MIN_FREE_BYTES: Final = 2 * 1024**3
 
 
@@ -37,7 +39,8 @@ def connect(timeout_s: float = API_SECONDS) -> DockerClient:
     import docker
     from docker.errors import DockerException
 
-    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    where = os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    _knock(where)
     try:
         client = docker.from_env(timeout=int(timeout_s))
     except DockerException as error:
@@ -48,6 +51,18 @@ def connect(timeout_s: float = API_SECONDS) -> DockerClient:
         client.close()
         raise EngineUnavailable(_what_to_do(where, error)) from error
     return client
+
+
+def _knock(where: str) -> None:
+    """Connect to a unix socket and hang up: the docker package leaves its own failed connections open."""
+    if not where.startswith("unix://"):
+        return
+    with socket.socket(socket.AF_UNIX) as knock:
+        knock.settimeout(KNOCK_SECONDS)
+        try:
+            knock.connect(where.removeprefix("unix://"))
+        except OSError as error:
+            raise EngineUnavailable(_what_to_do(where, error)) from error
 
 
 def engine_info(client: DockerClient) -> EngineInfo:
@@ -103,8 +118,7 @@ def engine_errors(what: str) -> Iterator[None]:
 
 
 def _what_to_do(where: str, error: Exception) -> str:
-    text = str(error)
-    if "Permission denied" in text:
+    if isinstance(error, PermissionError) or "Permission denied" in str(error):
         return f"no permission to use the Docker engine at {where}: join the docker group or run with sudo"
     return (
         f"no Docker engine answers at {where}: start it (`sudo systemctl start docker` or `sudo dockerd`), "
