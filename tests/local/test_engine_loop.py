@@ -435,6 +435,23 @@ def test_a_failing_decode_step_fails_its_batch_and_the_engine_goes_on():
         assert_nothing_leaked(engine)
 
 
+def test_nobody_waits_for_ever_when_the_engine_thread_dies():
+    dying = threading.Event()
+
+    def leave(tokens: Sequence[int]) -> None:
+        if dying.is_set():
+            raise SystemExit
+
+    engine = EngineCore(FakeRunner(slots=1, before_run=leave)).start()
+    running, waiting = (engine.submit(request(prompt_of(5), 900)) for _ in range(2))
+    next(iter(running))
+    dying.set()
+    assert {running.result(30).error, waiting.result(30).error} == {"the engine was closed"}
+    with pytest.raises(EngineClosed):
+        engine.submit(request([1], 1))
+    engine.close()
+
+
 class ForgetfulRunner(FakeRunner):
     """Cannot save a state."""
 
