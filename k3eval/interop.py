@@ -8,6 +8,7 @@ from k3eval.base_client import BaseClient, ClientOptions
 
 if TYPE_CHECKING:
     import httpx
+    import httpx2
     import openai
     from openai import DefaultAsyncHttpxClient as _Async
     from openai import DefaultHttpxClient as _Sync
@@ -55,6 +56,46 @@ def metered_async_http_client(
         base_url=base.base_url,
         headers=base.headers,
         timeout=_timeout(base),
+    )
+
+
+def metered_httpx2_client(provider: str = "local", **options: Unpack[ClientOptions]) -> httpx2.Client:
+    """Like ``metered_http_client``, for libraries that want an httpx2 client."""
+    import httpx2
+
+    from k3eval.meter.httpx2_bridge import Httpx2Transport
+    from k3eval.meter.transport import MeteredTransport, plain_transport
+
+    base = BaseClient(provider, **options)
+    metered = MeteredTransport(
+        base.provider, base.meter, inner=plain_transport(base.base_url), retry=base.retry
+    )
+    return httpx2.Client(
+        transport=Httpx2Transport(metered),
+        base_url=base.base_url,
+        headers=base.headers,
+        timeout=httpx2.Timeout(**_timeout(base).as_dict()),
+    )
+
+
+def metered_async_httpx2_client(
+    provider: str = "local", **options: Unpack[ClientOptions]
+) -> httpx2.AsyncClient:
+    """Like ``metered_async_http_client``, for libraries that want an httpx2 client."""
+    import httpx2
+
+    from k3eval.meter.httpx2_bridge import AsyncHttpx2Transport
+    from k3eval.meter.transport import AsyncMeteredTransport, plain_async_transport
+
+    base = BaseClient(provider, **options)
+    metered = AsyncMeteredTransport(
+        base.provider, base.meter, inner=plain_async_transport(base.base_url), retry=base.retry
+    )
+    return httpx2.AsyncClient(
+        transport=AsyncHttpx2Transport(metered),
+        base_url=base.base_url,
+        headers=base.headers,
+        timeout=httpx2.Timeout(**_timeout(base).as_dict()),
     )
 
 

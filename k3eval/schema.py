@@ -52,7 +52,7 @@ def flatten(schema: Mapping[str, JsonValue], *, where: str = "schema") -> JsonOb
         root = {"type": "object", "properties": {}}
     if "type" not in root and "$ref" not in root and "anyOf" not in root and "allOf" not in root:
         root["type"] = "object"
-    flat = work.node(root, where, ())
+    flat = work.node(root, where, () if "$ref" in root else ("",))
     if flat.get("type") != "object":
         raise SchemaError(f"{where}: the root must be an object")
     flat.setdefault("properties", {})
@@ -79,6 +79,7 @@ class _Flattener:
 
     def __init__(self, definitions: Mapping[str, JsonValue]) -> None:
         self.definitions = definitions
+        self.recursive = {name for name in definitions if name in _reachable(name, definitions)}
         self.kept: dict[str, JsonValue] = {}
 
     def node(self, node: JsonValue, where: str, trail: tuple[str, ...]) -> JsonObject:
@@ -116,14 +117,14 @@ class _Flattener:
         if reference not in (_DEFS + name, "#/definitions/" + name) or name not in self.definitions:
             raise SchemaError(f"{where}: cannot resolve {reference!r}")
         target = self.definitions[name]
-        if name in trail:  # recursive: it cannot be inlined, so it is kept as a definition
-            if name not in self.kept:
-                self.kept[name] = {}
-                self.kept[name] = self.node(target, f"{where}.{name}", ())
-            return {"$ref": _DEFS + name}
         if not isinstance(target, dict):
             raise SchemaError(f"{where}: {reference!r} is not a schema")
-        return self.node({**target, **siblings}, where, (*trail, name))
+        if name not in self.recursive or not trail:  # the root must be an object, so it is always inlined
+            return self.node({**target, **siblings}, where, (*trail, name))
+        if name not in self.kept:
+            self.kept[name] = {}
+            self.kept[name] = self.node(target, name, (name,))
+        return {"$ref": _DEFS + name}
 
     def _merged(self, data: JsonObject, where: str, trail: tuple[str, ...]) -> JsonObject:
         parts = data.pop("allOf")
@@ -193,6 +194,24 @@ class _Flattener:
                 unique[0] if len(unique) == 1 else {"anyOf": unique}, f"{where}[]", trail
             )
         return data
+
+
+def _reachable(name: str, definitions: Mapping[str, JsonValue]) -> set[str]:
+    """Return the definitions that one refers to, directly or through others."""
+    found: set[str] = set()
+    waiting = [definitions[name]]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(node)
+        elif isinstance(node, dict):
+            reference = node.get("$ref")
+            target = reference.rsplit("/", 1)[-1] if isinstance(reference, str) else ""
+            if target in definitions and target not in found:
+                found.add(target)
+                waiting.append(definitions[target])
+            waiting.extend(node.values())
+    return found
 
 
 def _one_of_types(data: JsonObject, kinds: Sequence[JsonValue], where: str) -> JsonObject:

@@ -64,6 +64,7 @@ def answer(
         "model": model,
         "choices": [{"index": 0, "finish_reason": _finish(finish, tool_calls), "message": message}],
         "usage": _usage(usage),
+        "created": 1_764_547_200,
         **members,
     }
     return Reply((write_json(data),), headers={"content-type": "application/json"})
@@ -98,7 +99,13 @@ def streamed(
     chunks: list[JsonObject] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
     chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(finish, tool_calls)}]})
     chunks.append({"choices": [], "usage": _usage(usage)})
-    return events({"id": "chatcmpl-scripted", "model": model, **chunk} for chunk in chunks)
+    head = {
+        "id": "chatcmpl-scripted",
+        "object": "chat.completion.chunk",
+        "created": 1_764_547_200,
+        "model": model,
+    }
+    return events({**head, **chunk} for chunk in chunks)
 
 
 def events(chunks: Iterable[JsonObject], *, done: bool = True, cut: bool = False) -> Reply:
@@ -375,8 +382,7 @@ def _finish(given: str | None, calls: Sequence[ToolCall]) -> str:
 
 
 def _usage(given: Usage | None) -> JsonObject:
-    return (
-        dict(given)
-        if given is not None
-        else {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-    )
+    data: JsonObject = {"prompt_tokens": 10, "completion_tokens": 5} if given is None else dict(given)
+    counted = [data.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    data.setdefault("total_tokens", sum(count for count in counted if isinstance(count, int)))
+    return data

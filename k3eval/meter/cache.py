@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from k3eval.errors import ProtocolError
 from k3eval.jsontypes import JsonValue, write_json
+from k3eval.messages import Message
 from k3eval.meter.usage import Usage
 
 KEPT_TURNS: Final = 256
@@ -49,6 +51,8 @@ class Turn:
     output: int
     host: str | None
     at_ns: int
+    reply: bytes | None
+    """Digest of the answer; ``None`` where only its bytes passed by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,21 @@ class PrefixCheck:
     before: Turn | None
     common: int
     """Messages that both have in common from the start."""
+
+    @property
+    def reply_kept(self) -> bool:
+        """Whether the answer to the request before was sent back as it came, next."""
+        if self.before is None or self.common < len(self.before.prefix.digests):
+            return False
+        following = self.common < len(self.prefix.roles) and self.prefix.roles[self.common] == "assistant"
+        return following and self.before.reply in (None, self.prefix.digests[self.common])
+
+    @property
+    def reply_changed(self) -> bool:
+        """Whether another answer was sent back in place of the one that came: edited, or without its reasoning."""
+        if self.before is None or self.common < len(self.before.prefix.digests) or self.reply_kept:
+            return False
+        return self.common < len(self.prefix.roles) and self.prefix.roles[self.common] == "assistant"
 
     @property
     def stable(self) -> bool:
@@ -74,7 +93,7 @@ class PrefixCheck:
             return "tools"
         if self.prefix.effort != self.before.prefix.effort:
             return "effort"
-        if self.common < min(len(self.before.prefix.digests), len(self.prefix.digests)):
+        if self.reply_changed or self.common < min(len(self.before.prefix.digests), len(self.prefix.digests)):
             return f"message {self.common} ({self.prefix.roles[self.common]})"
         return None
 
@@ -84,10 +103,14 @@ class PrefixCheck:
 
         The reply to the request before counts as known where it was sent back next.
         """
-        if self.before is None or not self.stable or self.common < len(self.before.prefix.digests):
+        if (
+            self.before is None
+            or self.broken_by in ("tools", "effort")
+            or self.common < len(self.before.prefix.digests)
+        ):
             return 0, sum(self.prefix.sizes)
         tokens, start = self.before.prompt, self.common
-        if start < len(self.prefix.roles) and self.prefix.roles[start] == "assistant":
+        if self.reply_kept:
             tokens, start = tokens + self.before.output, start + 1
         return tokens, sum(self.prefix.sizes[start:])
 
@@ -152,9 +175,12 @@ class PrefixWatch:
                 best = candidate
         return best or PrefixCheck(prefix, None, 0)
 
-    def answered(self, check: PrefixCheck, usage: Usage, host: str | None, now_ns: int) -> None:
-        """Remember a request and what the host counted for it."""
-        turn = Turn(check.prefix, usage.prompt, usage.output, host, now_ns)
+    def answered(
+        self, check: PrefixCheck, usage: Usage, host: str | None, now_ns: int, reply: Message | None = None
+    ) -> None:
+        """Remember a request, what the host counted for it, and what it answered where that is known."""
+        digest = None if reply is None else _digest(_essence(reply))
+        turn = Turn(check.prefix, usage.prompt, usage.output, host, now_ns, digest)
         with self._lock:
             self._number += 1
             self._turns[self._number] = turn
@@ -167,19 +193,38 @@ def prefix_of(body: Mapping[str, JsonValue]) -> Prefix:
     raw = body.get("messages")
     messages: Sequence[JsonValue] = raw if isinstance(raw, list) else ()
     written = [write_json(message) for message in messages]
-    digests = tuple(hashlib.blake2b(data, digest_size=12).digest() for data in written)
+    digests = tuple(_message_digest(m, data) for m, data in zip(messages, written, strict=True))
     roles = tuple(str(message.get("role")) if isinstance(message, dict) else "?" for message in messages)
     first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
-    effort = [body.get(member) for member in _EFFORT_MEMBERS]
     return Prefix(
         model=str(body.get("model")),
-        tools=hashlib.blake2b(write_json(body.get("tools")), digest_size=12).digest(),
-        effort=hashlib.blake2b(write_json(effort), digest_size=12).digest(),
+        tools=_digest(write_json(body.get("tools"))),
+        effort=_digest(write_json([body.get(member) for member in _EFFORT_MEMBERS])),
         digests=digests,
         roles=roles,
         sizes=tuple(len(data) for data in written),
         opening=digests[first] if digests else b"",
     )
+
+
+def _message_digest(message: JsonValue, written: bytes) -> bytes:
+    """Digest what a message says. An answer's wire form differs from client to client, so its content counts."""
+    if isinstance(message, dict) and message.get("role") == "assistant":
+        try:
+            return _digest(_essence(Message.from_json(message)))
+        except ProtocolError:
+            pass  # not ours to judge: the host will refuse it
+    return _digest(written)
+
+
+def _essence(message: Message) -> bytes:
+    thought = message.reasoning.text.strip() if message.reasoning is not None else ""
+    calls: list[JsonValue] = [[call.id, call.name, call.arguments] for call in message.tool_calls]
+    return write_json([message.text.strip(), thought, calls])
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=12).digest()
 
 
 def _common(left: Sequence[bytes], right: Sequence[bytes]) -> int:

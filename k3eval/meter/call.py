@@ -460,7 +460,8 @@ class Try:
                 price_row=None if row is None else row.label,
             )
             miss_reason = call.check.miss_reason(report.usage, served, now, call.ttl_s)
-            call.meter.prefixes.answered(call.check, report.usage, served, now)
+            message = reply.message if call.typed or not call.stream else None
+            call.meter.prefixes.answered(call.check, report.usage, served, now, message)
             notes = self._notes(row, reply, cost)
         state: AttemptState
         held: Decimal | None

@@ -162,10 +162,7 @@ class MeteredTransport(httpx.BaseTransport):
         """Close the connections; calls in flight in other threads end at once with an error."""
         self._closed.set()
         for stream in tuple(self._sockets):
-            found = stream.get_extra_info("socket")
-            if isinstance(found, socket.socket):
-                with suppress(OSError):  # closed already
-                    found.shutdown(socket.SHUT_RDWR)
+            _shut(stream)
         self._inner.close()
 
     def _try(self, call: Call, request: httpx.Request) -> httpx.Response:
@@ -239,7 +236,10 @@ class MeteredTransport(httpx.BaseTransport):
         if name in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             stream = info.get("return_value")
             if stream is not None:
-                self._sockets.add(cast("_NetworkStream", stream))
+                known = cast("_NetworkStream", stream)
+                self._sockets.add(known)
+                if self._closed.is_set():  # closed while it connected
+                    _shut(known)
 
 
 class _Stream(httpx.SyncByteStream):
@@ -449,6 +449,14 @@ class _NetworkStream(Protocol):
     """The part of httpcore's network stream that is used here."""
 
     def get_extra_info(self, info: str) -> object: ...
+
+
+def _shut(stream: _NetworkStream) -> None:
+    """End whatever another thread reads from a socket or writes to it."""
+    found = stream.get_extra_info("socket")
+    if isinstance(found, socket.socket):
+        with suppress(OSError):  # closed already
+            found.shutdown(socket.SHUT_RDWR)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -63,9 +63,7 @@ ERROR_WITH_PARTIAL_TEXT: Final = (
     '"error":{"code":502,"message":"upstream dropped"}}]}'
 )
 
-RATE_429: Final = (
-    '{"error":{"type":"rate_limit_reached_error","message":"max organization concurrency: 1, try again after 1 seconds"}}'
-)
+RATE_429: Final = '{"error":{"type":"rate_limit_reached_error","message":"max organization concurrency: 1, try again after 1 seconds"}}'
 QUOTA_429: Final = (
     '{"error":{"type":"exceeded_current_quota_error","message":"account org-abc123def suspended, insufficient balance'
     ' <ak-f00ba4>"}}'
@@ -78,9 +76,7 @@ WRAPPED_QUOTA_429: Final = (
 FINAL_402: Final = (
     '{"error":{"code":402,"message":"more credits needed, or fewer max_tokens: asked 65536, can afford 900"}}'
 )
-TEMPORARY_402: Final = (
-    '{"error":{"code":402,"message":"budget in use","metadata":{"limit_source":"openrouter_in_flight_budget"}}}'
-)
+TEMPORARY_402: Final = '{"error":{"code":402,"message":"budget in use","metadata":{"limit_source":"openrouter_in_flight_budget"}}}'
 OVERFLOW_MOONSHOT: Final = (
     '{"error":{"type":"invalid_request_error","message":"Your request exceeded model token limit: 262144'
     ' (requested: 300001)"}}'
@@ -89,9 +85,7 @@ OVERFLOW_OPENROUTER: Final = (
     '{"error":{"code":400,"message":"maximum context length is 262144 tokens, requested about 300001","metadata":'
     '{"error_type":"context_length_exceeded"}}}'
 )
-OVERFLOW_VLLM: Final = (
-    '{"object":"error","message":"maximum context length is 32768 tokens","type":"BadRequestError","code":400}'
-)
+OVERFLOW_VLLM: Final = '{"object":"error","message":"maximum context length is 32768 tokens","type":"BadRequestError","code":400}'
 CUT_AT_CAP: Final = (
     '{"choices":[{"index":0,"finish_reason":"length","message":{"role":"assistant","reasoning_content":"long",'
     '"content":""}}],"usage":{"prompt_tokens":20,"completion_tokens":48,"total_tokens":68,'
@@ -101,10 +95,10 @@ CUT_IN_ARGUMENTS: Final = (
     '{"choices":[{"index":0,"finish_reason":"length","message":{"role":"assistant","tool_calls":[{"id":"w_0","type":'
     '"function","function":{"name":"w","arguments":"{\\"text\\":\\"cut he"}}]}}]}'
 )
-EMPTY: Final = '{"choices":[{"index":0,"finish_reason":"stop","message":{"role":"assistant","content":null}}]}'
-FILTERED: Final = (
-    '{"choices":[{"index":0,"finish_reason":"content_filter","message":{"role":"assistant","content":"par"}}]}'
+EMPTY: Final = (
+    '{"choices":[{"index":0,"finish_reason":"stop","message":{"role":"assistant","content":null}}]}'
 )
+FILTERED: Final = '{"choices":[{"index":0,"finish_reason":"content_filter","message":{"role":"assistant","content":"par"}}]}'
 FILTERED_400: Final = '{"error":{"type":"content_filter","message":"rejected, considered high risk"}}'
 HTML_504: Final = "<html><h1>504 Gateway Time-out</h1></html>"
 

@@ -99,7 +99,9 @@ def test_two_processes_share_it(tmp_path: Path, method: str) -> None:
 def test_a_connection_is_not_used_across_a_fork(tmp_path: Path) -> None:
     with Ledger(tmp_path / "l.sqlite") as ledger:
         assert spend(ledger, FIVE_CENTS)
-        child = multiprocessing.get_context("fork").Process(target=lambda: os._exit(spend(ledger, FIVE_CENTS)))
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: os._exit(spend(ledger, FIVE_CENTS))
+        )
         child.start()
         child.join(60)
         assert child.exitcode == 1
@@ -152,7 +154,9 @@ def test_bad_budgets(bad: Decimal) -> None:
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(
-        st.tuples(st.decimals(0, 1, places=6), st.decimals(0, 1, places=6), st.booleans()), min_size=1, max_size=12
+        st.tuples(st.decimals(0, 1, places=6), st.decimals(0, 1, places=6), st.booleans()),
+        min_size=1,
+        max_size=12,
     ),
     st.decimals(0, 3, places=3),
 )
@@ -250,7 +254,9 @@ def test_bad_exports_say_where(tmp_path: Path, line: str) -> None:
 
 
 def test_what_is_no_ledger(tmp_path: Path) -> None:
-    (tmp_path / "no.sqlite").write_text("this is no database, though long enough to look like a file", "utf-8")
+    (tmp_path / "no.sqlite").write_text(
+        "this is no database, though long enough to look like a file", "utf-8"
+    )
     with pytest.raises(ConfigError, match="as a ledger"):
         Ledger(tmp_path / "no.sqlite")
     with sqlite3.connect(tmp_path / "new.sqlite") as db:

@@ -14,7 +14,9 @@ calls = st.builds(ToolCall, texts.filter(bool), texts, texts)
 thoughts = st.builds(
     Reasoning,
     texts,
-    st.lists(st.fixed_dictionaries({"type": st.just("reasoning.text"), "text": texts}), max_size=3).map(tuple),
+    st.lists(st.fixed_dictionaries({"type": st.just("reasoning.text"), "text": texts}), max_size=3).map(
+        tuple
+    ),
     st.sampled_from(["reasoning_content", "reasoning"]),
 )
 messages = st.one_of(
@@ -45,7 +47,11 @@ def test_wire_form_comes_back_member_for_member() -> None:
         "reasoning": "hm",
         "reasoning_details": [{"type": "reasoning.encrypted", "data": "AA==", "id": None, "index": 0}],
         "tool_calls": [
-            {"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a" :1}'}}
+            {
+                "id": "functions.add:0",
+                "type": "function",
+                "function": {"name": "add", "arguments": '{"a" :1}'},
+            }
         ],
         "refusal": None,
     }
@@ -80,7 +86,9 @@ def test_no_arguments(text: str) -> None:
     assert ToolCall("1", "f", text).parsed() == {}
 
 
-@pytest.mark.parametrize("text", ['{"text":"cut he', "[1]", "NaN", '{"a":NaN}', "nonsense", '{"a":1}}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ['{"text":"cut he', "[1]", "NaN", '{"a":NaN}', "nonsense", '{"a":1}}', "\x00"]
+)
 def test_bad_arguments(text: str) -> None:
     with pytest.raises(ToolArgumentsError, match="arguments of f"):
         ToolCall("1", "f", text).parsed()
@@ -125,7 +133,9 @@ def test_model_names(text: str, parts: tuple[str, str, str | None]) -> None:
     assert str(ref) == text
 
 
-@pytest.mark.parametrize("text", ["", "kimi-k3", "azure/x", "local/", "compatible/m", "compatible/m@http://", "local/a b"])
+@pytest.mark.parametrize(
+    "text", ["", "kimi-k3", "azure/x", "local/", "compatible/m", "compatible/m@http://", "local/a b"]
+)
 def test_bad_model_names(text: str) -> None:
     with pytest.raises(ConfigError, match="write"):
         ModelRef.parse(text)

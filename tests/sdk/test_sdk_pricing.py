@@ -103,7 +103,11 @@ def test_row_without_price_is_unknown_not_free() -> None:
         ("api.moonshot.ai", "kimi-k3.1-pro-highspeed", ("4", "0.2", "20")),
         ("api.moonshot.ai", "kimi-k2.7-code", ("0.95", "0.19", "4")),
         ("api.moonshot.cn", "kimi-k3", ("20", "2", "100")),
-        ("bedrock-runtime.us-east-1.amazonaws.com", "moonshotai.kimi-k3".rpartition(".")[2], ("3", "0.3", "15")),
+        (
+            "bedrock-runtime.us-east-1.amazonaws.com",
+            "moonshotai.kimi-k3".rpartition(".")[2],
+            ("3", "0.3", "15"),
+        ),
         ("api.fireworks.ai", "accounts/fireworks/models/kimi-k3", ("3", "0.3", "15")),
         ("api.novita.ai", "moonshotai/kimi-k3.1-pro", ("2", "0.2", "10")),
     ],
@@ -131,7 +135,9 @@ def test_variant_of_a_host_needs_a_pin() -> None:
 
 def test_worst_rows_follow_the_pin() -> None:
     assert len(TABLE.worst("openrouter.ai", "kimi-k3")) > 5
-    assert [r.served_by for r in TABLE.worst("openrouter.ai", "kimi-k3", pinned=("deepinfra",))] == ["deepinfra"]
+    assert [r.served_by for r in TABLE.worst("openrouter.ai", "kimi-k3", pinned=("deepinfra",))] == [
+        "deepinfra"
+    ]
 
 
 def test_age() -> None:
@@ -144,8 +150,14 @@ def test_age() -> None:
     [
         ("[[row]]\nhost='h'", "model is missing"),
         ("[[row]]\nhost='h'\nmodel='m'\ncurrency='USD'\nsource='s'\nchecked_on='x'", "must be a date"),
-        ("[[row]]\nhost='h'\nmodel='m'\ncurrency='USD'\nsource='s'\nchecked_on=2026-01-01\ninput=3.0", "in quotes"),
-        ("[[row]]\nhost='h'\nmodel='m'\ncurrency='USD'\nsource='s'\nchecked_on=2026-01-01\ncontext=0", "positive"),
+        (
+            "[[row]]\nhost='h'\nmodel='m'\ncurrency='USD'\nsource='s'\nchecked_on=2026-01-01\ninput=3.0",
+            "in quotes",
+        ),
+        (
+            "[[row]]\nhost='h'\nmodel='m'\ncurrency='USD'\nsource='s'\nchecked_on=2026-01-01\ncontext=0",
+            "positive",
+        ),
         ("[[row]]\ncost='1'", "unknown key 'cost'"),
         ("[[row", "prices.toml"),
     ],
@@ -156,7 +168,9 @@ def test_bad_tables_say_where(text: str, said: str) -> None:
 
 
 def test_own_rows_come_first() -> None:
-    own = PriceRow("api.moonshot.ai", "kimi-k3", "USD", date(2026, 11, 30), "contract", Decimal(1), Decimal(2))
+    own = PriceRow(
+        "api.moonshot.ai", "kimi-k3", "USD", date(2026, 11, 30), "contract", Decimal(1), Decimal(2)
+    )
     assert TABLE.with_rows(own).find("api.moonshot.ai", "kimi-k3") is own
 
 
@@ -199,10 +213,21 @@ def test_unknown_stays_unknown_in_sums() -> None:
 
 
 def test_amounts_are_written_plainly() -> None:
-    assert [plain(tidy(Decimal(x))) for x in ("100", "0.00490500", "1E+3", "0")] == ["100", "0.004905", "1000", "0"]
+    assert [plain(tidy(Decimal(x))) for x in ("100", "0.00490500", "1E+3", "0")] == [
+        "100",
+        "0.004905",
+        "1000",
+        "0",
+    ]
     assert plain(None) is None
 
 
 def test_model_names() -> None:
-    names = ("moonshotai/kimi-k3", "~moonshotai/kimi-k3:nitro", "Kimi-K3", "kimi-k3-20260715", "kimi-k3-2026-07-15")
+    names = (
+        "moonshotai/kimi-k3",
+        "~moonshotai/kimi-k3:nitro",
+        "Kimi-K3",
+        "kimi-k3-20260715",
+        "kimi-k3-2026-07-15",
+    )
     assert {normal_model(name) for name in names} == {"kimi-k3"}

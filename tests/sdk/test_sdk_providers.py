@@ -7,9 +7,9 @@ from decimal import Decimal
 import pytest
 
 from k3eval import (
+    K3,
     CachePolicy,
     ConfigError,
-    K3,
     Message,
     Meter,
     Reasoning,
@@ -27,7 +27,9 @@ from k3eval.testing import Reply, ScriptedTransport, answer, failure
 
 KEY = "sk-invented-0123456789"
 ASK = [Message.user("hi")]
-ADD = ToolSpec("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+ADD = ToolSpec(
+    "add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+)
 ZIP = ToolSpec("zip", "Zips.", {"type": "object", "properties": {}})
 DETAILS = ({"type": "reasoning.text", "text": "hm", "index": 0, "signature": "s"},)
 THOUGHT = Message.assistant(
@@ -135,7 +137,11 @@ def test_effort(wire: Wire, provider: str, effort: Effort, members: JsonObject) 
 
 def test_template_switches_of_the_caller_join(wire: Wire) -> None:
     wire.client("local", effort="low").chat(ASK, extra={"chat_template_kwargs": {"preserve_thinking": True}})
-    assert wire.body["chat_template_kwargs"] == {"thinking": True, "thinking_effort": "low", "preserve_thinking": True}
+    assert wire.body["chat_template_kwargs"] == {
+        "thinking": True,
+        "thinking_effort": "low",
+        "preserve_thinking": True,
+    }
 
 
 def test_no_effort_sends_nothing(wire: Wire) -> None:
@@ -147,7 +153,11 @@ def test_no_effort_sends_nothing(wire: Wire) -> None:
 def test_replay_of_reasoning(wire: Wire) -> None:
     wire.client("moonshot").chat(TURNS)
     sent = wire.body["messages"][1]  # type: ignore[index, call-overload]
-    assert sent == {"role": "assistant", "reasoning_content": "hm", "tool_calls": [THOUGHT.tool_calls[0].to_json()]}
+    assert sent == {
+        "role": "assistant",
+        "reasoning_content": "hm",
+        "tool_calls": [THOUGHT.tool_calls[0].to_json()],
+    }
     wire.client("openrouter").chat(TURNS)
     sent = wire.body["messages"][1]  # type: ignore[index, call-overload]
     assert sent["reasoning_details"] == list(DETAILS)
@@ -165,14 +175,22 @@ def test_openrouter_replays_text_without_details(wire: Wire) -> None:
 @pytest.mark.parametrize("content", [None, ""])
 def test_moonshot_refuses_empty_turns_so_none_is_sent(wire: Wire, content: str | None) -> None:
     call = ToolCall("f_0", "f", "{}")
-    wire.client("moonshot").chat([*ASK, Message.assistant(content, tool_calls=[call]), Message.tool("f_0", "1")])
-    assert wire.body["messages"][1] == {"role": "assistant", "tool_calls": [call.to_json()], "reasoning_content": " "}  # type: ignore[index, call-overload]
+    wire.client("moonshot").chat(
+        [*ASK, Message.assistant(content, tool_calls=[call]), Message.tool("f_0", "1")]
+    )
+    assert wire.body["messages"][1] == {
+        "role": "assistant",
+        "tool_calls": [call.to_json()],
+        "reasoning_content": " ",
+    }  # type: ignore[index, call-overload]
     wire.client("moonshot").chat([*ASK, Message.assistant(content), *ASK])
     assert wire.body["messages"][1] == {"role": "assistant", "content": " "}  # type: ignore[index, call-overload]
 
 
 def test_moonshot_gets_no_empty_text_parts(wire: Wire) -> None:
-    wire.client("moonshot").chat([Message.user([{"type": "text", "text": ""}, {"type": "text", "text": "x"}])])
+    wire.client("moonshot").chat(
+        [Message.user([{"type": "text", "text": ""}, {"type": "text", "text": "x"}])]
+    )
     assert wire.body["messages"][0]["content"] == [{"type": "text", "text": "x"}]  # type: ignore[index, call-overload]
 
 
@@ -260,7 +278,9 @@ def test_order_switches_sessions_off(wire: Wire) -> None:
     ("provider", "asked"), [("moonshot", True), ("openrouter", False), ("local", True), ("compatible", True)]
 )
 def test_usage_is_asked_for_where_it_must_be(wire: Wire, provider: str, asked: bool) -> None:
-    wire.script = ScriptedTransport(Reply((b"data: [DONE]\n\n",), headers={"content-type": "text/event-stream"}))
+    wire.script = ScriptedTransport(
+        Reply((b"data: [DONE]\n\n",), headers={"content-type": "text/event-stream"})
+    )
     with wire.client(provider).stream(ASK):
         pass
     assert wire.body["stream"] is True
@@ -276,7 +296,9 @@ def test_answer_format(wire: Wire) -> None:
     assert sent["type"] == "object"
     assert sent["properties"]["a"] == {"anyOf": [{"type": "string"}, {"type": "null"}]}
     with pytest.raises(ConfigError, match="name and a schema"):
-        wire.client("moonshot").chat(ASK, response_format={"type": "json_schema", "json_schema": {"name": "n"}})
+        wire.client("moonshot").chat(
+            ASK, response_format={"type": "json_schema", "json_schema": {"name": "n"}}
+        )
 
 
 @pytest.mark.parametrize("provider", ["moonshot", "openrouter"])
@@ -294,7 +316,12 @@ def test_bad_tools_fail_before_anything_is_sent(wire: Wire, provider: str) -> No
 
 @pytest.mark.parametrize(
     ("choice", "sent"),
-    [("auto", "auto"), ("none", "none"), ("required", "required"), ("add", {"type": "function", "function": {"name": "add"}})],
+    [
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        ("add", {"type": "function", "function": {"name": "add"}}),
+    ],
 )
 def test_tool_choice(wire: Wire, choice: str, sent: object) -> None:
     wire.client("local").chat(ASK, tools=[ADD], tool_choice=choice)
@@ -303,7 +330,11 @@ def test_tool_choice(wire: Wire, choice: str, sent: object) -> None:
 
 def test_forced_choice_falls_back_where_thinking_forbids_it(wire: Wire) -> None:
     refusal = failure(
-        400, {"type": "invalid_request_error", "message": "tool_choice required is incompatible with thinking enabled"}
+        400,
+        {
+            "type": "invalid_request_error",
+            "message": "tool_choice required is incompatible with thinking enabled",
+        },
     )
     wire.script = ScriptedTransport(refusal, answer())
     wire.client("moonshot").chat(ASK, tools=[ADD], tool_choice="required")

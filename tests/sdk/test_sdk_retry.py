@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import httpx
 import pytest
-
 import shapes
 from conftest import Handler, HttpServer
+
 from k3eval import (
     K3,
     AsyncK3,
@@ -41,7 +41,9 @@ BUSY = failure(429, {"type": "engine_overloaded_error", "message": "capacity"})
 BROKEN = failure(500, {"type": "server_error", "message": "oops"})
 
 
-def client(meter: Meter, *script: Answer, retry: RetryPolicy = QUICK, repeat: bool = False) -> tuple[K3, ScriptedTransport]:
+def client(
+    meter: Meter, *script: Answer, retry: RetryPolicy = QUICK, repeat: bool = False
+) -> tuple[K3, ScriptedTransport]:
     fake = ScriptedTransport(*script, repeat=repeat)
     return K3("moonshot", "kimi-k3", api_key=KEY, meter=meter, transport=fake, retry=retry), fake
 
@@ -161,7 +163,13 @@ def one_at_a_time(server: HttpServer, error: dict[str, str], **headers: str) -> 
     [
         (RATE, {"retry_after": "0.1"}),
         (RATE, {}),
-        ({"type": "rate_limit_reached_error", "message": "max organization concurrency: 1, try again after 1 seconds"}, {}),
+        (
+            {
+                "type": "rate_limit_reached_error",
+                "message": "max organization concurrency: 1, try again after 1 seconds",
+            },
+            {},
+        ),
         ({"message": "too many requests"}, {}),
         ({"type": "engine_overloaded_error", "message": "capacity"}, {}),
     ],
@@ -219,7 +227,10 @@ def test_threads_and_tasks_share_one_gate(server: HttpServer, meter: Meter) -> N
         async with AsyncK3("moonshot", "kimi-k3", base_url=server.url, api_key=KEY, meter=meter) as k3:
             await asyncio.gather(*(k3.chat([Message.user(f"async {n}")]) for n in range(4)))
 
-    with K3("moonshot", "kimi-k3", base_url=server.url, api_key=KEY, meter=meter) as k3, ThreadPoolExecutor(5) as pool:
+    with (
+        K3("moonshot", "kimi-k3", base_url=server.url, api_key=KEY, meter=meter) as k3,
+        ThreadPoolExecutor(5) as pool,
+    ):
         done = [pool.submit(asyncio.run, tasks())]
         waits = [pool.submit(k3.chat, [Message.user(f"sync {n}")]) for n in range(4)]
         for future in done:
@@ -401,8 +412,16 @@ class _Endless:
     ("packet", "limits", "said"),
     [
         (b": keep-alive\n\n", Timeouts(first_token=0.2, total=20), "no token within 0.2 s"),
-        (b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n', Timeouts(first_token=0.2, total=20), "no token"),
-        (b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n', Timeouts(first_token=5, total=0.3), "within 0.3 s"),
+        (
+            b'data: {"choices":[{"delta":{"role":"assistant"}}]}\n\n',
+            Timeouts(first_token=0.2, total=20),
+            "no token",
+        ),
+        (
+            b'data: {"choices":[{"delta":{"content":"x"}}]}\n\n',
+            Timeouts(first_token=5, total=0.3),
+            "within 0.3 s",
+        ),
     ],
 )
 def test_keep_alives_do_not_keep_a_call_alive(

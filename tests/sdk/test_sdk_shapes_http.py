@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 
 import pytest
-
 import shapes
 from conftest import HttpServer
+
 from k3eval import (
+    K3,
     ApiError,
     AuthenticationError,
     BadRequestError,
     ContentFilterError,
     ContextOverflowError,
-    K3,
     K3EvalError,
     Message,
     Meter,
@@ -64,7 +64,11 @@ def stream(*events: str, cut: bool = False) -> Reply:
 
 
 def test_moonshot_reply(make: Make, server: HttpServer) -> None:
-    server.play(whole(shapes.MOONSHOT_CACHED, **{"x-msh-trace-id": "trace-1", "Msh-Usage-Cache-Write-Tokens-1h": "256"}))
+    server.play(
+        whole(
+            shapes.MOONSHOT_CACHED, **{"x-msh-trace-id": "trace-1", "Msh-Usage-Cache-Write-Tokens-1h": "256"}
+        )
+    )
     done = make().chat(ASK)
     assert done.text == "42"
     assert done.message.reasoning == Reasoning("adding")
@@ -89,11 +93,18 @@ def test_moonshot_tool_stream(make: Make, server: HttpServer) -> None:
     assert done.usage == Usage(90, 0, None, 22, None)
     assert done.cost.computed == Decimal("0.0006")
     assert done.timing.first_token_ns is not None
-    assert done.timing.sent_ns < done.timing.first_token_ns <= (done.timing.last_token_ns or 0) <= done.timing.end_ns
+    assert (
+        done.timing.sent_ns
+        < done.timing.first_token_ns
+        <= (done.timing.last_token_ns or 0)
+        <= done.timing.end_ns
+    )
 
 
 def test_openrouter_stream(make: Make, server: HttpServer, meter: Meter) -> None:
-    server.play(Reply((shapes.sse(shapes.OPENROUTER_STREAM, keep_alive=": OPENROUTER PROCESSING\n\n"),), headers=SSE))
+    server.play(
+        Reply((shapes.sse(shapes.OPENROUTER_STREAM, keep_alive=": OPENROUTER PROCESSING\n\n"),), headers=SSE)
+    )
     with make("openrouter", "moonshotai/kimi-k3").stream(ASK) as streaming:
         done = streaming.completion()
     assert done.cost.billed == Decimal("0.000966")
@@ -190,7 +201,9 @@ def test_errors(
         ("compatible", whole('{"error":{"message":"x"}}', 429, **{"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}), 0.0),
     ],
 )  # fmt: skip
-def test_where_the_wait_stands(make: Make, server: HttpServer, provider: str, reply: Reply, seconds: float | None) -> None:
+def test_where_the_wait_stands(
+    make: Make, server: HttpServer, provider: str, reply: Reply, seconds: float | None
+) -> None:
     server.play(reply)
     with pytest.raises(RateLimitError) as caught:
         make(provider).chat(ASK)
@@ -238,7 +251,10 @@ def test_filtered_answer(make: Make, server: HttpServer) -> None:
     assert make().chat(ASK).finish_reason == "content_filter"
 
 
-@pytest.mark.parametrize("body", ["<html>hello</html>", "", "null", "{}", '{"choices":[]}', '{"choices":[{"message":{"role":"x"}}]}'])
+@pytest.mark.parametrize(
+    "body",
+    ["<html>hello</html>", "", "null", "{}", '{"choices":[]}', '{"choices":[{"message":{"role":"x"}}]}'],
+)
 def test_success_that_is_no_completion(make: Make, server: HttpServer, meter: Meter, body: str) -> None:
     server.play(whole(body))
     with pytest.raises(ProtocolError):
@@ -259,10 +275,17 @@ def test_cut_stream_keeps_the_part_and_the_worst_case(make: Make, server: HttpSe
     assert row.held > Decimal("0.4")
 
 
-@pytest.mark.parametrize("events", [shapes.MOONSHOT_TOOL_STREAM[:3], (*shapes.MOONSHOT_TOOL_STREAM[:3], "[DONE]")])
-def test_stream_that_ends_too_early(make: Make, server: HttpServer, meter: Meter, events: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "events", [shapes.MOONSHOT_TOOL_STREAM[:3], (*shapes.MOONSHOT_TOOL_STREAM[:3], "[DONE]")]
+)
+def test_stream_that_ends_too_early(
+    make: Make, server: HttpServer, meter: Meter, events: tuple[str, ...]
+) -> None:
     server.play(stream(*events))
-    with pytest.raises(StreamInterruptedError, match="without a finish reason"), make().stream(ASK) as streaming:
+    with (
+        pytest.raises(StreamInterruptedError, match="without a finish reason"),
+        make().stream(ASK) as streaming,
+    ):
         streaming.completion()
     (row,) = meter.ledger.attempts()
     assert row.state == "unknown"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from decimal import Decimal
 
 import pytest
+import shapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shapes
 from k3eval import (
     End,
     PriceTable,
@@ -190,10 +190,15 @@ def test_reasoning_members(member: str) -> None:
 
 
 def test_reasoning_details_alone() -> None:
-    details = [{"type": "reasoning.text", "text": t, "index": 0, "signature": s} for t, s in (("a", None), ("b", "s"))]
+    details = [
+        {"type": "reasoning.text", "text": t, "index": 0, "signature": s}
+        for t, s in (("a", None), ("b", "s"))
+    ]
     hidden = {"type": "reasoning.encrypted", "data": "AA==", "index": 1}
     reply, events = decode(
-        chunks(*({"reasoning_details": [d]} for d in details), {"reasoning_details": [hidden]}, {"content": "c"})
+        chunks(
+            *({"reasoning_details": [d]} for d in details), {"reasoning_details": [hidden]}, {"content": "c"}
+        )
     )
     assert reply.message.reasoning is not None
     assert reply.message.reasoning.text == "ab"
@@ -212,7 +217,11 @@ CALLS = (ToolCall("a:0", "f", '{"x":1}'), ToolCall("b:1", "g", '{"y":[2]}'))
     [
         pytest.param(
             [fragment("", index=i, id=c.id, name=c.name) for i, c in enumerate(CALLS)]
-            + [fragment(part, index=i) for i, c in enumerate(CALLS) for part in (c.arguments[:3], c.arguments[3:])],
+            + [
+                fragment(part, index=i)
+                for i, c in enumerate(CALLS)
+                for part in (c.arguments[:3], c.arguments[3:])
+            ],
             id="as published",
         ),
         pytest.param(
@@ -254,7 +263,9 @@ def test_calls_without_ids_get_names_of_their_own() -> None:
 
 
 def test_arguments_sent_as_an_object() -> None:
-    call: JsonObject = {"tool_calls": [{"index": 0, "id": "i", "function": {"name": "f", "arguments": {"a": 1}}}]}
+    call: JsonObject = {
+        "tool_calls": [{"index": 0, "id": "i", "function": {"name": "f", "arguments": {"a": 1}}}]
+    }
     assert decode(chunks(call))[0].message.tool_calls[0].parsed() == {"a": 1}
 
 
@@ -314,7 +325,11 @@ def test_bytes_that_are_no_text() -> None:
     ],
 )  # fmt: skip
 def test_odd_chunks_change_nothing(odd: str) -> None:
-    plain = ('{"choices":[{"delta":{"content":"x"}}]}', '{"choices":[{"delta":{},"finish_reason":"stop"}]}', "[DONE]")
+    plain = (
+        '{"choices":[{"delta":{"content":"x"}}]}',
+        '{"choices":[{"delta":{},"finish_reason":"stop"}]}',
+        "[DONE]",
+    )
     reply, _ = decode(shapes.sse((plain[0], odd, *plain[1:])))
     assert reply.complete
     assert reply.message.text == "x"
@@ -329,11 +344,24 @@ ROW = PriceTable.bundled().find("api.moonshot.ai", "kimi-k3")
 def essence(reply: Reply) -> tuple[object, ...]:
     assert ROW is not None
     cost = None if reply.report is None else ROW.price(reply.report)
-    return (reply.message, reply.raw_finish_reason, reply.report, cost, reply.complete, reply.id, reply.served_by)
+    return (
+        reply.message,
+        reply.raw_finish_reason,
+        reply.report,
+        cost,
+        reply.complete,
+        reply.id,
+        reply.served_by,
+    )
 
 
 @settings(deadline=None)
-@given(st.sampled_from(SHAPES), st.randoms(), st.sampled_from(["", ": x\n\n", ":\n", "event: m\n"]), st.booleans())
+@given(
+    st.sampled_from(SHAPES),
+    st.randoms(),
+    st.sampled_from(["", ": x\n\n", ":\n", "event: m\n"]),
+    st.booleans(),
+)
 def test_packets_and_keep_alives_change_nothing(
     shape: tuple[str, ...], dice: random.Random, keep_alive: str, space: bool
 ) -> None:
@@ -346,7 +374,12 @@ def test_packets_and_keep_alives_change_nothing(
         scanner.feed(part, at)
     scanner.finish(len(parts))
     seen = scanner.reply({})
-    assert (seen.report, seen.raw_finish_reason, seen.complete, seen.id) == (expected[2], expected[1], True, expected[5])
+    assert (seen.report, seen.raw_finish_reason, seen.complete, seen.id) == (
+        expected[2],
+        expected[1],
+        True,
+        expected[5],
+    )
 
 
 FULL: JsonObject = {
@@ -381,7 +414,12 @@ def test_order_and_place_of_usage_change_nothing(
 
 
 def test_growing_usage_keeps_the_last() -> None:
-    events = [f'{{"choices":[{{"delta":{{"content":"x"}}}}],"usage":{{"prompt_tokens":5,"completion_tokens":{n}}}}}' for n in (1, 2, 3)]
-    reply, _ = decode(shapes.sse((*events, '{"choices":[{"delta":{},"finish_reason":"stop"}],"usage":null}', "[DONE]")))
+    events = [
+        f'{{"choices":[{{"delta":{{"content":"x"}}}}],"usage":{{"prompt_tokens":5,"completion_tokens":{n}}}}}'
+        for n in (1, 2, 3)
+    ]
+    reply, _ = decode(
+        shapes.sse((*events, '{"choices":[{"delta":{},"finish_reason":"stop"}],"usage":null}', "[DONE]"))
+    )
     assert reply.report is not None
     assert reply.report.usage.output == 3

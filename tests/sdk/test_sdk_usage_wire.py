@@ -32,14 +32,23 @@ def test_names_of_cached_tokens(extra: dict[str, JsonValue], read: int | None) -
 
 
 def test_contradicting_counters_are_all_miss() -> None:
-    found = read_usage({"prompt_tokens": 10, "completion_tokens": 3, "cached_tokens": 8, "prompt_tokens_details": {"cache_write_tokens": 5}})
+    found = read_usage(
+        {
+            "prompt_tokens": 10,
+            "completion_tokens": 3,
+            "cached_tokens": 8,
+            "prompt_tokens_details": {"cache_write_tokens": 5},
+        }
+    )
     assert found is not None
     assert found.inconsistent
     assert found.usage == Usage(10, None, None, 3, None)
 
 
 def test_more_reasoning_than_output() -> None:
-    found = read_usage({"prompt_tokens": 10, "completion_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 9}})
+    found = read_usage(
+        {"prompt_tokens": 10, "completion_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 9}}
+    )
     assert found is not None
     assert found.inconsistent
     assert found.usage.output_reasoning is None
@@ -47,7 +56,17 @@ def test_more_reasoning_than_output() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, 5, [], "x", {}, {"prompt_tokens": 0}, {"prompt_tokens": -3, "completion_tokens": 1}, {"prompt_tokens": 5, "completion_tokens": -1}, {"prompt_tokens": True}],
+    [
+        None,
+        5,
+        [],
+        "x",
+        {},
+        {"prompt_tokens": 0},
+        {"prompt_tokens": -3, "completion_tokens": 1},
+        {"prompt_tokens": 5, "completion_tokens": -1},
+        {"prompt_tokens": True},
+    ],
 )
 def test_what_is_no_usage(value: JsonValue) -> None:
     assert read_usage(value) is None
@@ -59,7 +78,8 @@ def test_what_is_no_usage(value: JsonValue) -> None:
             "prompt_tokens": numbers,
             "completion_tokens": numbers,
             "cached_tokens": numbers,
-            "prompt_tokens_details": st.none() | st.fixed_dictionaries({"cached_tokens": numbers, "cache_write_tokens": numbers}),
+            "prompt_tokens_details": st.none()
+            | st.fixed_dictionaries({"cached_tokens": numbers, "cache_write_tokens": numbers}),
             "completion_tokens_details": st.none() | st.fixed_dictionaries({"reasoning_tokens": numbers}),
             "cost": numbers,
             "is_byok": st.booleans(),
@@ -106,7 +126,18 @@ def test_headers_that_do_not_fit_are_ignored(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.000966, "0.000966"), ("0.1", "0.1"), (3, "3"), (None, None), (float("nan"), None), (float("inf"), None), ("x", None), (-1, None), (True, None), (1e-7, "1E-7")],
+    [
+        (0.000966, "0.000966"),
+        ("0.1", "0.1"),
+        (3, "3"),
+        (None, None),
+        (float("nan"), None),
+        (float("inf"), None),
+        ("x", None),
+        (-1, None),
+        (True, None),
+        (1e-7, "1E-7"),
+    ],
 )
 def test_money(value: JsonValue, text: str | None) -> None:
     found = money(value)
