@@ -2,7 +2,7 @@
 
 When ready, one JSON line on stdout names the base URL; logs go to stderr. SIGTERM and SIGINT stop it within
 two seconds with exit code 0. What cannot work (unknown model, port in use, broken checkpoint) is one line on
-stderr and exit code 2. torch is imported on a thread while the rest is, because it takes longest.
+stderr and exit code 2; what can be checked without torch is checked before it is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -150,8 +149,6 @@ def parser(prog: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, prog: str = "python -m k3eval_local.server") -> None:
     """Run the server until it is told to stop. Raises SystemExit with code 2 for what cannot work."""
     options = parser(prog).parse_args(argv)
-    torch_import = threading.Thread(target=__import__, args=("torch",), name="import-torch", daemon=True)
-    torch_import.start()
     try:
         credit = Decimal(options.credit)
     except InvalidOperation:
@@ -161,7 +158,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m k3eval_local.
     values = vars(options) | {"credit": credit}
     del values["json"]
     try:
-        launch(LaunchOptions(**values), wait_for=torch_import)
+        launch(LaunchOptions(**values))
     except LaunchError as error:
         fail(str(error))
 

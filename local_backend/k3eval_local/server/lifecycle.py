@@ -72,10 +72,8 @@ class LaunchOptions:
     log_level: str
 
 
-def launch(options: LaunchOptions, *, wait_for: threading.Thread | None = None) -> None:
+def launch(options: LaunchOptions) -> None:
     """Serve until SIGTERM, SIGINT or the parent's end.
-
-    ``wait_for`` is a thread that imports torch; it is joined before the model is built.
 
     Raises:
         LaunchError: an option, the model or the port cannot be used.
@@ -92,8 +90,6 @@ def launch(options: LaunchOptions, *, wait_for: threading.Thread | None = None) 
     limits = _limits(dialect, options.tier)
     listener = _bind(options.host, options.port)
     try:
-        if wait_for is not None:
-            wait_for.join()
         weights, tokenizer, engine = _load(options)
         settings = ServerSettings(
             dialect=dialect,

@@ -1,0 +1,162 @@
+"""The server as a process: the ready line, how it stops, and what it refuses to start with."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from server_helpers import HTTP, until
+from typer.testing import CliRunner
+
+from k3eval_harness.cli import app
+from k3eval_local.protocol.chaos import FAULTS, PROFILES
+from k3eval_local.server.__main__ import main
+
+COMMAND = (sys.executable, "-m", "k3eval_local.server")
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'local_backend'}:{ROOT / 'harness'}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@contextmanager
+def running(*options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    process = subprocess.Popen(
+        [*COMMAND, "--model", "a", "--threads", "1", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate()[1]
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The one line with which the command line refuses ``options``."""
+    with pytest.raises(SystemExit) as caught:
+        main(options)
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("k3eval: ")
+    return line
+
+
+def test_ready_line_then_answers_then_sigterm_with_a_stream_open() -> None:
+    with running("--port", "0") as (process, ready):
+        assert ready == {
+            "event": "ready",
+            "base_url": ready["base_url"],
+            "model": "a",
+            "weights": "random, seed 0",
+        }
+        url = ready["base_url"]
+        assert url.startswith("http://127.0.0.1:")
+        assert url.endswith("/v1")
+        body = {
+            "model": "a",
+            "messages": [{"role": "user", "content": "hi"}],
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with HTTP.stream("POST", f"{url}/chat/completions", json=body | {"max_tokens": 100_000}) as response:
+            pieces = response.iter_bytes()
+            assert b"data:" in next(pieces)
+            process.send_signal(signal.SIGTERM)
+            try:
+                rest = b"".join(pieces)
+            except httpx.RemoteProtocolError:
+                rest = b""
+            assert b'"finish_reason":"stop"' not in rest
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out == ""
+    assert err == ""
+
+
+def test_it_follows_its_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        with running("--parent-pid", str(parent.pid)) as (process, _):
+            parent.kill()
+            parent.wait()
+            assert until(lambda: process.poll() is not None, 60)
+            assert process.returncode == 0
+    finally:
+        parent.kill()
+
+
+def test_a_port_in_use_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*COMMAND, "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"port {port}" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--port", "70000"), "65535"),
+        (("--port", "x"), "invalid int value"),
+        (("--chaos", "1:nonsense"), "nonsense"),
+        (("--tier", "7", "--dialect", "moonshot"), "1, 10, 20, 100, 1000, 3000"),
+        (("--tier", "1"), "none"),
+        (("--credit", "much"), "amount"),
+        (("--dialect", "french"), "invalid choice"),
+        (("--bogus",), "unrecognized"),
+        (("--host", "256.1.1.1"), "cannot listen"),
+        (("--model", "nonesuch"), "nonesuch"),
+        (("--memory-mib", "1"), "budget"),
+    ],
+)
+def test_bad_options(capsys: pytest.CaptureFixture[str], options: Sequence[str], message: str) -> None:
+    assert message in refused(capsys, *options)
+
+
+def test_broken_checkpoints_and_rank_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json" in refused(capsys, "--model", str(tmp_path))
+    ranks = tmp_path / "ranks"
+    ranks.write_text("AA== 0\n")
+    assert "255 of the 256" in refused(capsys, "--tokenizer", str(ranks))
+
+
+def test_the_help_of_k3eval_serve_lists_every_fault() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"])
+    assert result.exit_code == 0
+    assert "usage: k3eval serve" in result.stdout
+    missing = [name for name in (*FAULTS, *PROFILES) if f"{name}:" not in result.stdout]
+    assert missing == []
+
+
+def test_neither_help_nor_bad_options_import_torch() -> None:
+    code = (
+        "import sys\nfrom k3eval_local.server.__main__ import main\n"
+        "try:\n    main(['--chaos', 'x'])\nexcept SystemExit:\n    pass\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, timeout=120
+    )
+    assert done.stdout == "False\n"
