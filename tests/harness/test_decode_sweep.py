@@ -16,6 +16,7 @@ from k3eval_harness.decode.records import CorpusInfo, ServerTiming, SweepCall, S
 from k3eval_harness.decode.render import COLUMNS, markdown, notes, table_rows
 from k3eval_harness.decode.summary import ModelPrice, context_rows, model_fits, twin_rows
 from k3eval_harness.decode.sweep import Answer, SweepPlan, run_sweep
+from k3eval_harness.errors import UsageError
 from k3eval_harness.results.schema import Costs, DecodeSample, TokenCounts
 
 CORPUS = Corpus("sample", "1", "f" * 64, "def f(x):\n    return x + 1\n\n" * 3000)
@@ -167,6 +168,14 @@ def test_a_failing_context_is_recorded_and_the_others_are_measured() -> None:
     shown = result(calls, {"m": FREE})
     assert any("6 of 6 calls failed: the connection was reset" in line for line in notes(shown))
     assert table_rows(shown)[2][1:4] == ("-", "-", "-")
+
+
+def test_a_context_that_is_too_short_is_refused_before_the_first_call() -> None:
+    model = KnownModel("m", 0.01, 0.0)
+    plan = SweepPlan(contexts=(16, 4096), repeats=1, output_tokens=64, seed=7, nonce="n")
+    with pytest.raises(UsageError, match="a context of 16 tokens is too short"):
+        run_sweep(plan, [model], CORPUS, lambda call: None)
+    assert model.asked == []
 
 
 def test_a_wrong_key_ends_the_sweep() -> None:

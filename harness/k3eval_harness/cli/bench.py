@@ -173,9 +173,13 @@ def _check(repeats: int, output_tokens: int, models: Sequence[str], out: Path | 
 
 
 def _references(names: Sequence[str]) -> list[ModelRef]:
+    from k3eval_harness.cli.models import check_local_model
     from k3eval_harness.errors import UsageError
 
     references = [_reference(name) for name in names]
+    for reference in references:
+        if reference.provider == "local" and reference.base_url is None:
+            check_local_model(reference.model)
     if len(set(references)) < len(references):
         raise UsageError(f"--model names {references[0]} twice; give two different models")
     return references
@@ -188,7 +192,9 @@ def _reference(name: str) -> ModelRef:
 
     full = name.partition("/")[0] in PROVIDER_NAMES and "/" in name
     reference = ModelRef.parse(name if full else f"local/{name}")
-    return reference if full else replace(reference, model=reference.model.lower())
+    if full or Path(name).expanduser().is_dir():
+        return reference
+    return replace(reference, model=reference.model.lower())
 
 
 def _write(result: SweepResult, out: Path | None) -> None:

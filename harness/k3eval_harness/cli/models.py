@@ -84,6 +84,22 @@ def local_models() -> list[Facts]:
     ]
 
 
+def check_local_model(name: str) -> None:
+    """Refuse an unknown local model at once: the server would say so only after it has loaded torch.
+
+    Raises:
+        UsageError: neither a known name nor a folder.
+    """
+    from k3eval_harness.errors import UsageError
+
+    known = [str(facts["model"]).removeprefix("local/") for facts in local_models()]
+    if name.lower() not in known and not Path(name).expanduser().is_dir():
+        short = ", ".join(model for model in known if not model.endswith("-mla"))
+        raise UsageError(
+            f"no local model is called {name!r}: use {short}, one of these with -mla, or a checkpoint folder"
+        )
+
+
 def priced_models(today: date) -> list[Facts]:
     """The SDK's price rows; a row older than the SDK's limit is marked stale."""
     from k3eval.meter.pricing import STALE_DAYS, PriceTable

@@ -131,8 +131,11 @@ def _model(text: str | None, agent: str) -> ModelRef | None:
     """The model named, else the local default; ``None`` for agents that call no model."""
     from k3eval import ModelRef
     from k3eval_harness.agent.registry import make_agent
+    from k3eval_harness.cli.models import check_local_model
 
     reference = ModelRef.parse(text or DEFAULT_MODEL)
+    if reference.provider == "local" and reference.base_url is None:
+        check_local_model(reference.model)
     return reference if make_agent(agent).needs_model else None
 
 

@@ -76,6 +76,8 @@ def run_sweep(
     """
     calls: list[SweepCall] = []
     prompts = _Prompts(plan, corpus)
+    for model in models:  # a context that is too short must show before the first call
+        prompts.fit(model, min(plan.contexts), 0)
     for model in models:
         model.ask(prompts.fit(model, WARM_UP_TOKENS, -1).text, plan.output_tokens)
     for context, repeat in plan.units():

@@ -1,0 +1,166 @@
+"""The command line as a user meets it: light help, bad input is one clear line, every command has --json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from k3eval_harness.cli import COMMAND_MODULES, app
+
+HEAVY = ("torch", "docker", "pandas", "openai", "numpy", "scipy", "httpx", "rich", "k3eval_local")
+CHECKOUT = Path(__file__).parents[2]
+PATHS = [str(CHECKOUT), str(CHECKOUT / "harness"), str(CHECKOUT / "local_backend")]
+
+
+def loaded_after(arguments: list[str]) -> set[str]:
+    """Modules that a fresh interpreter holds after ``k3eval ARGUMENTS``."""
+    code = (
+        f"import sys, json; sys.path[:0] = {PATHS!r}; sys.argv = ['k3eval', *{arguments!r}]\n"
+        "from k3eval_harness.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code, stop.code\n"
+        "print(json.dumps(sorted(sys.modules)), file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "Usage: k3eval" in done.stdout
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["tasks", "--help"], ["bench", "--help"]]
+)
+def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    assert not loaded_after(arguments) & set(HEAVY)
+
+
+def test_every_command_is_there_and_has_json() -> None:
+    runner = CliRunner()
+    top = runner.invoke(app, ["--help"]).output
+    assert {"run", "tasks", "bench", "report", "models", "doctor"} <= set(top.split())
+    commands = ["run", "report", "models", "doctor", "bench decode"]
+    commands += [f"tasks {name}" for name in ("list", "show", "check", "validate", "generate", "episodes")]
+    for command in commands:
+        assert "--json" in runner.invoke(app, [*command.split(), "--help"]).output, command
+    assert set(COMMAND_MODULES) >= {"run", "tasks", "bench", "report", "models", "doctor"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("run --task no-such-task", "no task named 'no-such-task'"),
+        ("run --task sqlparse-malformed --dry-run", "did you mean sqlparse-malformed-input"),
+        ("run --task repo-fix --model gpt", "unknown model 'gpt'"),
+        ("run --task repo-fix --model local/", "unknown model 'local/'"),
+        ("run --task repo-fix --model local/nobody --dry-run", "no local model is called 'nobody'"),
+        ("run --task repo-fix --model compatible/kimi-k3", "names no server"),
+        ("run --task repo-fix --agent nobody --dry-run", "nobody"),
+        ("run --task repo-fix --attempts 0", "--attempts must be 1 or more, not 0"),
+        ("run --task repo-fix --attempts=-3", "--attempts must be 1 or more, not -3"),
+        ("run --task repo-fix --concurrency 0", "--concurrency must be 1 or more"),
+        ("run --task repo-fix --max-turns 0", "--max-turns must be 1 or more"),
+        ("run --task repo-fix --max-cost nothing", "--max-cost must be a positive amount"),
+        ("run --task repo-fix --max-cost=-1", "--max-cost must be a positive amount"),
+        ("run --task repo-fix --max-cost inf", "--max-cost must be a positive amount"),
+        ("run --task repo-fix --timeout 0", "--timeout must be a positive number"),
+        ("run --task repo-fix --timeout nan", "--timeout must be a positive number"),
+        ("run --task repo-fix --threshold 2", "--threshold must lie between 0 and 1"),
+        ("run --task repo-fix --min-coverage=-0.1", "--min-coverage must lie between 0 and 1"),
+        ("run --task repo-fix --effort huge", "--effort must be one of"),
+        ("run --task repo-fix --n 0", "--n must be 1 or more"),
+        ("tasks show no-such-task", "no task named"),
+        ("tasks show repo-fix", "give one"),
+        ("tasks check no-such-task", "no task named"),
+        ("tasks validate --repeat 0", "--repeat must be 1 or more"),
+        ("report --format xml .", "--format must be one of md, json"),
+        ("report no-such-folder", "no-such-folder"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_exit_2(
+    arguments: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    done = CliRunner().invoke(app, arguments.split())
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert expected in lines[0]
+    assert lines[0].startswith("k3eval: ")
+
+
+@pytest.mark.parametrize("arguments", ["run", "run --task", "run --nonsense", "tasks lst", "nonsense"])
+def test_what_the_parser_refuses_is_exit_2_without_a_traceback(arguments: str) -> None:
+    done = CliRunner().invoke(app, arguments.split())
+    assert done.exit_code == 2
+    assert "Error: " in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_a_malformed_task_is_named_with_file_and_key(tmp_path: Path) -> None:
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "task.toml").write_text("schema_version = '1.4'\n[agent]\ntimeout_sec = 'soon'\n")
+    done = CliRunner().invoke(app, ["run", "--task", str(folder), "--agent", "oracle"])
+    assert done.exit_code == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "task.toml" in done.stderr
+    assert "timeout_sec" in done.stderr
+
+
+def test_models_lists_local_ones_with_sizes_and_priced_ones_with_dates() -> None:
+    done = CliRunner().invoke(app, ["models", "--json"])
+    assert done.exit_code == 0
+    data = json.loads(done.stdout)
+    local = {row["model"]: row for row in data["local"]}
+    assert local["local/a"]["parameters"] > local["local/a"]["active_parameters"] > 100_000
+    assert local["local/a-mla"]["kda_layers"] == 0
+    priced = [row for row in data["priced"] if row["model"] == "moonshot/kimi-k3"]
+    assert [(row["input"], row["output"], row["currency"]) for row in priced] == [("3.00", "15.00", "USD")]
+    assert all(row["checked_on"] for row in data["priced"])
+    table = CliRunner().invoke(app, ["models"]).output
+    assert "local/a" in table
+    assert "openrouter/moonshotai/kimi-k3" in table
+
+
+def test_models_needs_no_torch() -> None:
+    code = (
+        f"import sys; sys.path[:0] = {PATHS!r}; sys.modules['torch'] = None\n"
+        "from k3eval_harness.cli.models import local_models\nprint(len(local_models()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert int(done.stdout) >= 8
+
+
+@pytest.mark.filterwarnings(
+    # the docker package leaves a socket open when its constructor fails
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_doctor_never_shows_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONSHOT_API_KEY", "sk-very-secret-value")
+    monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert "secret" not in done.output
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["key for moonshot"]["detail"] == "present in MOONSHOT_API_KEY"
+    assert checks["key for openrouter"]["status"] == "note"
+    assert checks["engine"]["status"] == "missing"
+    assert "torch" in checks["local backend"]["detail"]
+    assert done.exit_code == 3
+    assert done.stderr.strip() == "k3eval: needed and missing: engine"
+
+
+@pytest.mark.docker
+def test_doctor_finds_the_engine() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert checks["engine"]["status"] == "ok"
+    assert "GiB free" in checks["disk"]["detail"]
