@@ -435,6 +435,7 @@ def test_a_failing_decode_step_fails_its_batch_and_the_engine_goes_on():
         assert_nothing_leaked(engine)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it is the point here
 def test_nobody_waits_for_ever_when_the_engine_thread_dies():
     dying = threading.Event()
 
