@@ -1,0 +1,146 @@
+"""``k3eval report`` and ``k3eval tasks`` on folders: complete, interrupted, killed, broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from surface_samples import summary, trial, turn
+from typer.testing import CliRunner
+
+from k3eval_harness.cli import app
+from k3eval_harness.report.build import JobReport
+from k3eval_harness.results.schema import JobSummary, Outcome, TrialRecord
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def write_job(folder: Path, trials: list[TrialRecord], job: JobSummary | None) -> Path:
+    for record in trials:
+        (folder / record.trial_id).mkdir(parents=True)
+        (folder / record.trial_id / "trial.json").write_text(record.model_dump_json())
+    if job is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text(job.model_dump_json())
+    return folder
+
+
+def call(*arguments: str | Path) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    return done.exit_code, done.stdout, done.stderr
+
+
+TRIALS = [trial("one", turns=(turn(),)), trial("two", outcome=Outcome.FAILED, turns=(turn(2, 9000, 0.02),))]
+
+
+def test_json_is_one_object_of_the_published_shape(tmp_path: Path) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, summary(planned=2))
+    code, stdout, stderr = call("report", folder, "--json")
+    assert (code, stderr) == (0, "")
+    report = JobReport.model_validate(json.loads(stdout))
+    assert (report.passed, report.failed, report.state) == (1, 1, "complete")
+    assert stdout == call("report", folder, "--format", "json")[1]
+
+
+def test_markdown_goes_to_stdout_or_a_file(tmp_path: Path) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, summary(planned=2))
+    code, stdout, _ = call("report", folder)
+    assert code == 0
+    assert stdout.startswith("# Report on job-1\n")
+    out = tmp_path / "report.md"
+    assert call("report", folder, "--out", out) == (0, "", "")
+    assert out.read_text() == stdout
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("job", "state"),
+    [
+        (summary(planned=5, interrupted=True), "interrupted: 3 of 5 trials have no result"),
+        (None, "not finished: the job wrote no summary"),
+    ],
+)
+def test_an_interrupted_and_a_killed_job_are_reported(
+    tmp_path: Path, job: JobSummary | None, state: str
+) -> None:
+    code, stdout, _ = call("report", write_job(tmp_path / "job", TRIALS, job), "--json")
+    assert code == 0
+    assert json.loads(stdout)["state"] == state
+
+
+def test_a_later_folder_is_compared_with_the_first(tmp_path: Path) -> None:
+    first = write_job(tmp_path / "old", TRIALS, summary(planned=2))
+    better = [trial("one"), trial("two")]
+    second = write_job(tmp_path / "new", better, summary(planned=2))
+    code, stdout, _ = call("report", first, second)
+    assert code == 0
+    assert stdout.startswith("# new against old\n")
+    assert "+50.0 points" in stdout
+    data = json.loads(call("report", first, second, "--json")[1])
+    assert len(data["reports"]) == 2
+    assert data["comparisons"][0]["only_second"] == ["two"]
+
+
+@pytest.mark.parametrize("name", ["empty", "missing"])
+def test_a_folder_without_a_job_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    code, stdout, stderr = call("report", tmp_path / name)
+    assert (code, stdout) == (2, "")
+    assert name in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"schema_version": "k3eval-trial-9"}', "[]"])
+def test_a_broken_record_is_named(tmp_path: Path, text: str) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, None)
+    (folder / "one__1" / "trial.json").write_text(text)
+    code, stdout, stderr = call("report", folder)
+    assert (code, stdout) == (2, "")
+    assert "one__1/trial.json" in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, None)
+    code, _, stderr = call("report", folder, "--out", tmp_path / "nowhere" / "report.md")
+    assert code == 2
+    assert "cannot write" in stderr
+    assert stderr.count("\n") == 1
+    assert call("report", folder, "--out", folder)[0] == 2
+
+
+def test_tasks_list_and_show_the_bundled_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    rows = json.loads(call("tasks", "list", "repo-fix", "--json")[1])
+    assert len(rows) >= 5
+    assert all(row["oracle"] and row["digest"] for row in rows)
+    assert rows[0]["name"] in call("tasks", "list")[1]
+    shown = json.loads(call("tasks", "show", rows[0]["path"], "--json")[1])
+    assert shown["name"] == rows[0]["name"]
+    assert len(shown["instruction"]) > 100
+    assert shown["instruction"].strip() in call("tasks", "show", rows[0]["path"])[1]
+
+
+def test_tasks_check_fails_on_an_error_and_with_strict_on_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "task"
+    for name, text in {
+        "task.toml": 'schema_version = "1.4"\n[agent]\ntimeout_sec = 60\ntimout_sec = 5\n',
+        "instruction.md": "Do it.\n",
+        "environment/Dockerfile": "FROM python:3.11-slim-bookworm\nWORKDIR /app\n",
+        "tests/test.sh": "#!/bin/sh\necho 1 > /logs/verifier/reward.txt\n",
+        "solution/solve.sh": "#!/bin/sh\ntrue\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    code, stdout, _ = call("tasks", "check", folder)
+    assert code == 0
+    assert "timout_sec" in stdout
+    code, stdout, stderr = call("tasks", "check", folder, "--strict", "--json")
+    assert code == 1
+    assert json.loads(stdout)[0]["ok"] is False
+    assert stderr == "k3eval: 1 of 1 tasks have errors\n"
+    (folder / "tests" / "test.sh").unlink()
+    code, stdout, _ = call("tasks", "check", folder)
+    assert code == 1
+    assert "tests/test.sh" in stdout
