@@ -1,0 +1,163 @@
+"""Generated projects as task folders in Harbor's format, all on one image.
+
+The project's files lie in ``repo/`` and are laid into /app when a sandbox starts (``inject``), so the image
+holds nothing of the task and is built once. A reader without that key can copy ``repo/`` to /app itself.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from k3eval_harness.errors import UsageError
+from k3eval_harness.task.mini.opening import instruction
+from k3eval_harness.task.mini.project import MiniProject, Shape, make_project
+
+FAMILY = "repo-fix-mini"
+
+DOCKERFILE = """\
+FROM python:3.11-slim-bookworm
+RUN pip install --no-cache-dir --no-deps \\
+    pytest==9.2.0 \\
+    iniconfig==2.3.1 \\
+    packaging==26.4 \\
+    pluggy==1.7.0 \\
+    pygments==2.21.0
+RUN useradd --uid 1000 --create-home agent && mkdir /app && chown agent /app
+ENV PYTHONDONTWRITEBYTECODE=1
+WORKDIR /app
+USER agent
+"""
+
+TEST_SH = """\
+#!/bin/bash
+# Reward 1 when every hidden test passes. The project is imported from /app; nothing of its own tests,
+# start-up modules or pytest settings is used.
+set -u
+mkdir -p /logs/verifier
+echo 0 > /logs/verifier/reward.txt
+unset PYTEST_ADDOPTS PYTEST_PLUGINS
+cd /tests || exit 1
+if timeout -k 5 120 python -I -c '
+import sys
+sys.path[:0] = ["/tests", "/app"]
+import pytest
+sys.exit(pytest.main(["-q", "--tb=line", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=/tests",
+                      "--confcutdir=/tests", "--junitxml=/logs/verifier/junit.xml", "/tests"]))'
+then
+    echo 1 > /logs/verifier/reward.txt
+fi
+"""
+
+_SOLVE_SH = """\
+#!/bin/bash
+set -eu
+cat > /tmp/fix.py <<'END'
+import pathlib
+
+path = pathlib.Path("/app") / {path!r}
+text = path.read_text()
+old, new = {old!r}, {new!r}
+assert text.count(old) == 1
+path.write_text(text.replace(old, new))
+END
+python /tmp/fix.py
+"""
+
+_TASK_TOML = """\
+schema_version = "1.4"
+
+[task]
+name = "k3eval/{name}"
+description = "A small Python project with one seeded bug"
+
+[agent]
+timeout_sec = 600.0
+user = "agent"
+
+[verifier]
+timeout_sec = 180.0
+user = "root"
+
+[environment]
+cpus = 1
+memory_mb = 512
+network_mode = "no-network"
+workdir = "/app"
+
+[metadata.k3eval]
+family = "repo-fix-mini"
+kind = "{kind}"
+inject = "repo"
+provenance = "generated: series {seed}, project {index}"
+"""
+
+
+def task_name(project: MiniProject) -> str:
+    """``mini-SEED-INDEX``."""
+    return f"mini-{project.seed}-{project.index:05d}"
+
+
+def task_files(project: MiniProject) -> dict[str, str]:
+    """Relative path to text of every file of the task folder."""
+    fix = project.fix
+    solve = _SOLVE_SH.format(path=fix.path, old=fix.old, new=fix.new)
+    name = task_name(project)
+    toml = _TASK_TOML.format(name=name, kind=project.kind, seed=project.seed, index=project.index)
+    made = {
+        "task.toml": toml,
+        "instruction.md": instruction(project),
+        "environment/Dockerfile": DOCKERFILE,
+        "tests/test.sh": TEST_SH,
+        "solution/solve.sh": solve,
+    }
+    made |= {f"tests/{path}": text for path, text in project.hidden_test().items()}
+    made |= {f"repo/{path}": text for path, text in project.files().items()}
+    return made
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the texts; shell scripts become executable."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if path.suffix == ".sh":
+            path.chmod(0o755)
+
+
+def generate(
+    count: int,
+    seed: int,
+    out: Path,
+    *,
+    shape: Shape | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Path, ...]:
+    """Write tasks 0 .. ``count`` - 1 of the series ``seed`` below ``out`` and return their folders.
+
+    Equal arguments write equal bytes. No two tasks of a series have the same files. A folder of the same
+    name is replaced.
+
+    Raises:
+        UsageError: ``count`` is below 1, or ``out`` is a file.
+    """
+    if count < 1:
+        raise UsageError(f"cannot generate {count} tasks; give at least 1")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; give a folder")
+    folders: list[Path] = []
+    seen: set[tuple[tuple[str, str], ...]] = set()
+    for index in range(count):
+        project = make_project(seed, index, shape)
+        content = tuple(project.files().items())
+        if content in seen:
+            raise AssertionError(f"projects of series {seed} repeat at {index}")
+        seen.add(content)
+        folder = out / task_name(project)
+        if folder.exists():
+            shutil.rmtree(folder)
+        write_files(folder, task_files(project))
+        folders.append(folder)
+        if progress is not None:
+            progress(index + 1)
+    return tuple(folders)

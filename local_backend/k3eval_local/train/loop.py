@@ -1,0 +1,194 @@
+"""The training run: step-based schedule, log, checkpoints to resume from, replay pass rate at intervals.
+
+Equal data, configuration and seed give equal weights on one machine and thread count. Everything a step
+draws follows from its number, so a run that is resumed continues as if it had not stopped.
+"""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from k3eval_local.model.balancing import QuantileBalancer
+from k3eval_local.model.decoder import K3Model
+from k3eval_local.tokenizer import Tokenizer
+from k3eval_local.train.batches import Batch, Batches
+from k3eval_local.train.forward import LayerCarry, Precision, hidden, logits
+from k3eval_local.train.measure import head_carry, pass_rate, replay, turn_rates
+from k3eval_local.train.muon import Optimizers, Rates
+from k3eval_local.train.render import Example
+
+LOG = "log.jsonl"
+STATE = "state.pt"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long and how fast.
+
+    ``warm_up`` steps, constant to step ``hold``, then a cosine down to 3 % of the peak at ``steps``. A run
+    that was started with a later end can be resumed with an earlier one, as long as ``hold`` lies ahead.
+    ``drills`` steps at the start are mostly copy drills; ``excerpts`` is the share of shortened examples.
+    """
+
+    steps: int
+    hold: int
+    tokens: int = 3200
+    rates: Rates = field(default_factory=Rates)
+    warm_up: int = 20
+    drills: int = 40
+    excerpts: float = 0.7
+    clip: float = 1.0
+    evaluate_every: int = 100
+    save_every: int = 100
+
+    def rate(self, step: int) -> float:
+        """Share of the peak learning rate at ``step``."""
+        if step < self.hold:
+            return min(1.0, (step + 1) / self.warm_up)
+        along = (step + 1 - self.hold) / (self.steps - self.hold)
+        return 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * along))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run trains on, and held-out examples to measure with."""
+
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+
+
+class Run:
+    """A training run in the folder ``out``."""
+
+    def __init__(
+        self,
+        model: K3Model,
+        tokenizer: Tokenizer,
+        inputs: Inputs,
+        schedule: Schedule,
+        *,
+        seed: int,
+        out: Path,
+        precision: Precision,
+    ) -> None:
+        self.model, self.inputs, self.schedule, self.out = model, inputs, schedule, out
+        self._pad, self._precision = tokenizer.control.pad, precision
+        self._batches = Batches(
+            inputs.train,
+            tokenizer,
+            tokens=schedule.tokens,
+            seed=seed,
+            drill_steps=schedule.drills,
+            excerpts=schedule.excerpts,
+        )
+        self._optimizers = Optimizers(model, schedule.rates)
+        self._balancer = QuantileBalancer(model, "exact", ema=0.5)
+        self._seed = seed
+        self.step = 0
+        self.tokens = 0
+        out.mkdir(parents=True, exist_ok=True)
+
+    def resume(self) -> bool:
+        """Continue from the folder's saved state, if there is one."""
+        path = self.out / STATE
+        if not path.exists():
+            return False
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self._optimizers.load_state_dict(state["optimizers"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        return True
+
+    def save(self) -> None:
+        """Write the state to resume from, whole or not at all."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": self._optimizers.state_dict(),
+            "step": self.step,
+            "tokens": self.tokens,
+        }
+        scratch = self.out / (STATE + ".new")
+        torch.save(state, scratch)
+        scratch.replace(self.out / STATE)
+
+    def run(self, until: int | None = None) -> None:
+        """Train to the end of the schedule, or to step ``until``."""
+        last = self.schedule.steps if until is None else min(until, self.schedule.steps)
+        window, started, seen = [], time.monotonic(), self.tokens
+        while self.step < last:
+            loss, norm, loads = self._train_step(
+                self._batches.batch(self.step), self.schedule.rate(self.step)
+            )
+            window.append(loss)
+            self.step += 1
+            if self.step % 20 == 0 or self.step == last:
+                seconds = time.monotonic() - started
+                self._log(
+                    loss=round(sum(window) / len(window), 4),
+                    grad_norm=round(norm, 3),
+                    tokens_per_s=round((self.tokens - seen) / seconds),
+                    busiest_expert=round(max(loads, default=0.0), 3),
+                )
+                window, started, seen = [], time.monotonic(), self.tokens
+            if self.step % self.schedule.evaluate_every == 0 or self.step == last:
+                self.measure()
+                started, seen = time.monotonic(), self.tokens
+            if self.step % self.schedule.save_every == 0 or self.step == last:
+                self.save()
+
+    def measure(self) -> float:
+        """Replay pass rate on the held-out examples; also logged."""
+        scores = replay(self.model, self.inputs.held_out, pad=self._pad, precision=self._precision)
+        rate = pass_rate(scores)
+        tokens = max(1, sum(score.tokens for score in scores))
+        self._log(
+            replay_pass_rate=round(rate, 4),
+            turns=[round(share, 3) for share in turn_rates(scores)],
+            held_out_loss=round(sum(score.loss for score in scores) / tokens, 4),
+        )
+        return rate
+
+    def _train_step(self, batch: Batch, rate: float) -> tuple[float, float, list[float]]:
+        """One update: loss of the written tokens, gradient norm, busiest expert of each layer (1 = even)."""
+        carry: list[LayerCarry] | None = head_carry(self.model, batch.head, self._precision)
+        out, _ = hidden(
+            self.model,
+            batch.ids,
+            carry,
+            precision=self._precision,
+            observer=self._balancer,
+            valid=batch.valid,
+        )
+        scores = logits(self.model, out.flatten(0, 1)[batch.positions], self._precision)
+        losses = functional.cross_entropy(scores, batch.targets, reduction="none")
+        total = (losses * batch.weights).sum() / batch.weights.sum()
+        total.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
+        self._optimizers.step(rate)
+        loads = self._balancer.step()
+        self.tokens += int(batch.valid.sum())
+        written = batch.weights == 1.0
+        loss = float(losses.detach()[written].mean()) if bool(written.any()) else float(total.detach())
+        busiest = [float(load.max() * len(load) / load.sum()) for load in loads.values()]
+        return loss, float(norm), busiest
+
+    def _log(self, **values: object) -> None:
+        entry = {"step": self.step, "tokens": self.tokens, **values}
+        with (self.out / LOG).open("a", encoding="utf-8") as log:
+            log.write(json.dumps(entry) + "\n")
+        print(json.dumps(entry), flush=True)  # noqa: T201  # progress of a command
+
+    def describe(self) -> dict[str, object]:
+        """Settings, for the log and the model card."""
+        return {
+            "seed": self._seed,
+            "schedule": asdict(self.schedule),
+            "examples": len(self.inputs.train),
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+        }
