@@ -7,6 +7,7 @@ outcome with its cause; ``trial.json`` is written in every case and no container
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 import threading
 import time
@@ -21,7 +22,15 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from k3eval.errors import Cause, K3EvalError
 from k3eval_harness.agent.protocol import Agent, AgentContext, AgentLimits, AgentListener, AgentResult
 from k3eval_harness.artifacts import keep_artifacts
-from k3eval_harness.errors import AgentError, BudgetError, Cancelled, HarnessError, SizeLimitExceeded
+from k3eval_harness.errors import (
+    AgentError,
+    BudgetError,
+    Cancelled,
+    HarnessError,
+    SandboxError,
+    SizeLimitExceeded,
+    TaskError,
+)
 from k3eval_harness.grade import CapturedPath, Grade, capture, capture_paths, grade
 from k3eval_harness.hooks import run_collect_hooks, wait_healthy
 from k3eval_harness.journal import Journal, utc_now
@@ -49,6 +58,7 @@ if TYPE_CHECKING:
 DEFAULT_AGENT_SECONDS: Final = 4 * 3600.0
 """Longest life of an agent's container when neither task nor user sets a limit."""
 _MARGIN_SECONDS: Final = 900.0
+_INJECT_SECONDS: Final = 60.0
 
 T = TypeVar("T")
 
@@ -173,6 +183,7 @@ class Trial:
         sandbox = self._phase(Phase.SANDBOX, lambda: setup.provider.start(self._agent_spec(image, seconds)))
         try:
             wait_healthy(setup.task, sandbox, self._check_stop)
+            inject(setup.task, sandbox)
             paths = capture_paths(setup.task, sandbox.workdir)
             result = progress.result = self._phase(Phase.AGENT, lambda: self._run_agent(sandbox, seconds))
             progress.stop_reason = result.stop_reason
@@ -323,6 +334,27 @@ class Trial:
 
     def _log(self, text: str) -> None:
         append_line(self._setup.layout.log, f"{self._setup.now().isoformat()} {text}")
+
+
+def inject(task: Task, sandbox: Sandbox) -> None:
+    """Lay the task's ``inject`` folder into the working directory, owned by the agent.
+
+    Raises TaskError when the folder is missing, SandboxError when it cannot be laid in.
+    """
+    if task.extras.inject is None:
+        return
+    folder = task.path / task.extras.inject
+    if not folder.is_dir():
+        raise TaskError(f"{task.path / 'task.toml'}: metadata.k3eval.inject names {folder}, no folder")
+    sandbox.upload(folder, sandbox.workdir)
+    shell = sandbox.open_shell(user="0", cwd="/")
+    try:
+        owner, path = shlex.quote(sandbox.user), shlex.quote(sandbox.workdir)
+        result = shell.run(f"chown -R {owner} {path}", timeout_s=_INJECT_SECONDS)
+    finally:
+        shell.close()
+    if result.exit_code != 0:
+        raise SandboxError(f"the task's files could not be given to {sandbox.user}: {result.text.strip()}")
 
 
 def task_info(task: Task, image: BuiltImage | None = None) -> TaskInfo:

@@ -249,6 +249,18 @@ class K3EvalTable(TomlTable):
     """Reward from which the trial counts as passed."""
     capture: list[str] = []
     """Absolute paths that cross over to grading; default: the working directory."""
+    inject: str | None = None
+    """Folder of the task whose content is laid into the agent's working directory when the sandbox starts, so
+    that many tasks share one image."""
+
+    @field_validator("inject")
+    @classmethod
+    def _inside(cls, value: str | None) -> str | None:
+        if value is not None:
+            pure = PurePosixPath(value)
+            if pure.is_absolute() or ".." in pure.parts or not pure.parts:
+                raise ValueError(f"{value!r} must be a folder inside the task, without '..'")
+        return value
 
     @field_validator("oracle_files", "capture")
     @classmethod
