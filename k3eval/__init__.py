@@ -5,9 +5,11 @@ Names are loaded on first use, so that ``import k3eval`` costs next to nothing. 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 __version__ = "0.1.0"
+
+TYPE_CHECKING = (
+    False  # type checkers take it as true; importing it from typing would double the import's cost
+)
 
 if TYPE_CHECKING:
     from k3eval.client import K3, AsyncK3, AsyncStream, Stream, ToolRun

@@ -136,7 +136,12 @@ class K3(BaseClient):
         if self.provider.estimate_path is None:
             return count_locally(messages, specs_of(tools))
         request = self.plain("POST", self.provider.estimate_path, self.estimate_body(messages, tools))
-        return self.read_estimate(self._ask(request))
+        try:
+            return self.read_estimate(self._ask(request))
+        except BadRequestError as error:
+            if error.status != 404:
+                raise
+            return count_locally(messages, specs_of(tools))  # an older server without that endpoint
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the models that the host offers."""
@@ -257,7 +262,12 @@ class AsyncK3(BaseClient):
         if self.provider.estimate_path is None:
             return count_locally(messages, specs_of(tools))
         request = self.plain("POST", self.provider.estimate_path, self.estimate_body(messages, tools))
-        return self.read_estimate(await self._ask(request))
+        try:
+            return self.read_estimate(await self._ask(request))
+        except BadRequestError as error:
+            if error.status != 404:
+                raise
+            return count_locally(messages, specs_of(tools))
 
     async def models(self) -> tuple[ModelInfo, ...]:
         """Like ``K3.models``."""

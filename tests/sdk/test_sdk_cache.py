@@ -29,13 +29,23 @@ def body(*messages: JsonObject, **members: object) -> JsonObject:
     return {"model": "kimi-k3", "messages": list(messages), **members}  # type: ignore[dict-item]
 
 
-def watched(first: JsonObject, *, prompt: int = 5000, output: int = 100, host: str | None = "h") -> PrefixWatch:
+def watched(
+    first: JsonObject, *, prompt: int = 5000, output: int = 100, host: str | None = "h"
+) -> PrefixWatch:
     watch = PrefixWatch()
     watch.answered(watch.check(prefix_of(first)), Usage(prompt, 0, None, output, None), host, 0)
     return watch
 
 
-def reason(watch: PrefixWatch, second: JsonObject, read: int | None, *, host: str = "h", at_s: float = 1, ttl: float | None = 300) -> str | None:
+def reason(
+    watch: PrefixWatch,
+    second: JsonObject,
+    read: int | None,
+    *,
+    host: str = "h",
+    at_s: float = 1,
+    ttl: float | None = 300,
+) -> str | None:
     usage = Usage(6000 - (read or 0), read, None, 10, None)
     return watch.check(prefix_of(second)).miss_reason(usage, host, int(at_s * S), ttl)
 
@@ -59,7 +69,10 @@ CHANGED: JsonObject = {"role": "system", "content": "It is 12:00. " + str(SYSTEM
     [
         (body(CHANGED, FIRST, *TURN), "prefix changed at message 0 (system)"),
         (body(SYSTEM, FIRST, {**TURN[0], "content": "other"}, TURN[1]), None),
-        (body(SYSTEM, FIRST, *TURN, tools=[{"type": "function", "function": {"name": "f"}}]), "prefix changed at tools"),
+        (
+            body(SYSTEM, FIRST, *TURN, tools=[{"type": "function", "function": {"name": "f"}}]),
+            "prefix changed at tools",
+        ),
         (body(SYSTEM, FIRST, *TURN, reasoning_effort="low"), "effort changed"),
         (body(SYSTEM, FIRST, *TURN, thinking={"type": "disabled"}), "effort changed"),
     ],
@@ -79,13 +92,19 @@ def test_which_message_broke_a_long_conversation() -> None:
 
 
 def test_host_flip() -> None:
-    assert reason(watched(body(SYSTEM, FIRST), host="a"), body(SYSTEM, FIRST, *TURN), 0, host="b") == "host flipped from a to b"
+    assert (
+        reason(watched(body(SYSTEM, FIRST), host="a"), body(SYSTEM, FIRST, *TURN), 0, host="b")
+        == "host flipped from a to b"
+    )
 
 
 def test_life_passed() -> None:
     said = reason(watched(body(SYSTEM, FIRST)), body(SYSTEM, FIRST, *TURN), 0, at_s=400)
     assert said == "cache life of 300 s passed (400 s since the last call)"
-    assert reason(watched(body(SYSTEM, FIRST)), body(SYSTEM, FIRST, *TURN), 0, at_s=400, ttl=3600) == "not kept by the host"
+    assert (
+        reason(watched(body(SYSTEM, FIRST)), body(SYSTEM, FIRST, *TURN), 0, at_s=400, ttl=3600)
+        == "not kept by the host"
+    )
 
 
 def test_below_minimum() -> None:
@@ -94,7 +113,9 @@ def test_below_minimum() -> None:
 
 
 def test_not_reported() -> None:
-    assert reason(watched(body(SYSTEM, FIRST)), body(SYSTEM, FIRST, *TURN), None) == "not reported by the host"
+    assert (
+        reason(watched(body(SYSTEM, FIRST)), body(SYSTEM, FIRST, *TURN), None) == "not reported by the host"
+    )
 
 
 def test_two_conversations_do_not_disturb_each_other() -> None:
@@ -123,7 +144,9 @@ def test_attempts_at_one_task_branch_off_without_blame() -> None:
 
 
 messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text(max_size=5)}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "tool"]), "content": st.text(max_size=5)}
+    ),
     min_size=1,
     max_size=6,
 )
@@ -145,12 +168,18 @@ def test_known_tokens_never_exceed_what_was_counted(left: list[JsonObject], righ
 
 
 def used(prompt: int, read: int, output: int = 100) -> JsonObject:
-    return {"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": {"cached_tokens": read}}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "prompt_tokens_details": {"cached_tokens": read},
+    }
 
 
 def talk(meter: Meter, *replies: Reply, effort: Effort | None = None) -> K3:
     script = ScriptedTransport(*replies)
-    return K3("moonshot", "kimi-k3", api_key=KEY, meter=meter, transport=script, effort=effort, max_output=8000)
+    return K3(
+        "moonshot", "kimi-k3", api_key=KEY, meter=meter, transport=script, effort=effort, max_output=8000
+    )
 
 
 def test_three_costs_side_by_side(meter: Meter) -> None:
@@ -193,7 +222,11 @@ def test_the_bound_is_never_below_the_count(meter: Meter) -> None:
 def test_replayed_reasoning_keeps_the_prefix(meter: Meter) -> None:
     call = ToolCall("f_0", "f", '{"a": 1}')
     spec = ToolSpec("f", "", {"type": "object", "properties": {"a": {"type": "integer"}}})
-    k3 = talk(meter, answer(None, reasoning="hm", tool_calls=[call], usage=used(9_000, 0)), answer("b", usage=used(9_300, 8_960)))
+    k3 = talk(
+        meter,
+        answer(None, reasoning="hm", tool_calls=[call], usage=used(9_000, 0)),
+        answer("b", usage=used(9_300, 8_960)),
+    )
     history = [Message.system("s"), Message.user("x" * 30_000)]
     first = k3.chat(history, tools=[spec])
     assert first.message.reasoning == Reasoning("hm")
@@ -202,7 +235,11 @@ def test_replayed_reasoning_keeps_the_prefix(meter: Meter) -> None:
 
 
 def test_dropped_reasoning_is_found_out(meter: Meter) -> None:
-    replies = [answer("a", reasoning="hm", usage=used(9_000, 0)), answer("b", usage=used(9_300, 8_960)), answer("c", usage=used(9_500, 0))]
+    replies = [
+        answer("a", reasoning="hm", usage=used(9_000, 0)),
+        answer("b", usage=used(9_300, 8_960)),
+        answer("c", usage=used(9_500, 0)),
+    ]
     k3 = talk(meter, *replies)
     start = [Message.user("x" * 30_000)]
     first = k3.chat(start)

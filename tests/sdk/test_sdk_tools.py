@@ -10,7 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from k3eval import K3, AsyncK3, Completion, ConfigError, Message, Meter, SchemaError, ToolArgumentsError, ToolCall, ToolSpec, tool
+from k3eval import (
+    K3,
+    AsyncK3,
+    Completion,
+    ConfigError,
+    Message,
+    Meter,
+    SchemaError,
+    ToolArgumentsError,
+    ToolCall,
+    ToolSpec,
+    tool,
+)
 from k3eval.jsontypes import JsonObject, JsonValue
 from k3eval.schema import check_tools, find_problems, flatten
 from k3eval.testing import ScriptedTransport, answer
@@ -30,7 +42,9 @@ class Tree(BaseModel):
 
 
 @tool
-def move(to: Point, speed: Annotated[float, "Metres a second."] = 1.0, mode: Literal["walk", "run"] = "walk") -> dict[str, object]:
+def move(
+    to: Point, speed: Annotated[float, "Metres a second."] = 1.0, mode: Literal["walk", "run"] = "walk"
+) -> dict[str, object]:
     """Move somewhere.
 
     Slowly, as a rule.
@@ -68,7 +82,10 @@ def test_a_tool_is_still_the_function() -> None:
 
 
 def test_arguments_are_validated() -> None:
-    assert run_call({"move": move}, ToolCall("1", "move", '{"to":{"x":3},"mode":"run"}')) == '{"x":3,"speed":1.0,"mode":"run"}'
+    assert (
+        run_call({"move": move}, ToolCall("1", "move", '{"to":{"x":3},"mode":"run"}'))
+        == '{"x":3,"speed":1.0,"mode":"run"}'
+    )
     with pytest.raises(ToolArgumentsError, match=r"arguments of move: to\.x"):
         move.arguments(ToolCall("1", "move", '{"to":{"x":"far"}}'))
     with pytest.raises(ToolArgumentsError, match="arguments of move: sped"):
@@ -110,7 +127,13 @@ class Odd:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [("x", "x"), ({"a": [1, None]}, '{"a":[1,null]}'), (Point(x=1), '{"x":1,"y":null}'), (None, "null"), (Odd(1), "Odd(a=1)")],
+    [
+        ("x", "x"),
+        ({"a": [1, None]}, '{"a":[1,null]}'),
+        (Point(x=1), '{"x":1,"y":null}'),
+        (None, "null"),
+        (Odd(1), "Odd(a=1)"),
+    ],
 )
 def test_results_as_text(value: object, text: str) -> None:
     assert result_text(value) == text
@@ -146,7 +169,9 @@ def test_loop_stops_at_its_limit(meter: Meter) -> None:
 
 
 def test_async_loop_awaits_tools(meter: Meter) -> None:
-    fake = script(answer(None, tool_calls=[ToolCall("l_0", "later", '{"seconds":2}'), CALLS[0]]), answer("done"))
+    fake = script(
+        answer(None, tool_calls=[ToolCall("l_0", "later", '{"seconds":2}'), CALLS[0]]), answer("done")
+    )
 
     async def run() -> tuple[Message, ...]:
         async with AsyncK3("local", "a", meter=meter, transport=fake) as k3:
@@ -233,7 +258,9 @@ leaves = st.sampled_from(
 schemas = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(lambda p: {"type": "object", "properties": p, "required": sorted(p)[:1]}),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(
+            lambda p: {"type": "object", "properties": p, "required": sorted(p)[:1]}
+        ),
         st.lists(inner, min_size=1, max_size=3).map(lambda items: {"anyOf": items}),
         st.lists(inner, min_size=1, max_size=3).map(lambda items: {"type": "array", "prefixItems": items}),
         inner.map(lambda item: {"type": "array", "items": item}),
