@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,8 @@ def test_every_command_is_there_and_has_json() -> None:
         ("run --task repo-fix --max-cost nothing", "--max-cost must be a positive amount"),
         ("run --task repo-fix --max-cost=-1", "--max-cost must be a positive amount"),
         ("run --task repo-fix --max-cost inf", "--max-cost must be a positive amount"),
+        ("run --task repo-fix --seed=-1", "--seed must be 0 or more"),
+        ("run --task repo-fix --seed 9223372036854775808", "--seed must be 0 or more and below 2^63"),
         ("run --task repo-fix --timeout 0", "--timeout must be a positive number"),
         ("run --task repo-fix --timeout nan", "--timeout must be a positive number"),
         ("run --task repo-fix --threshold 2", "--threshold must lie between 0 and 1"),
@@ -111,6 +114,17 @@ def test_a_malformed_task_is_named_with_file_and_key(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
     assert "task.toml" in done.stderr
     assert "timeout_sec" in done.stderr
+
+
+def test_a_terminal_in_ascii_is_no_reason_to_crash() -> None:
+    code = f"import sys; sys.path[:0] = {PATHS!r}\nfrom k3eval_harness.cli import main\nmain()"
+    for form in ([], ["--json"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "tasks", "show", "repo-fix/sqlparse-malformed-input", *form],
+            cwd=CHECKOUT, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=60,
+            check=True,
+        )  # fmt: skip
+        assert done.stdout.isascii()
 
 
 def test_models_lists_local_ones_with_sizes_and_priced_ones_with_dates() -> None:

@@ -101,6 +101,21 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, monkeypatch: 
     assert not out.exists()
 
 
+def test_a_password_in_a_models_url_is_not_shown(tmp_path: Path) -> None:
+    arguments = (
+        "--task",
+        write_task(tmp_path, "one"),
+        "--model",
+        "compatible/x@http://me:secret@h/v1",
+        "--dry-run",
+    )
+    for form in ((), ("--json",)):
+        code, stdout, stderr = run(*arguments, *form)
+        assert code == 0
+        assert "compatible/x@http://h/v1" in stdout
+        assert "secret" not in stdout + stderr
+
+
 def test_the_same_task_twice_is_run_once(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "family", "one")
     code, stdout, _ = run(
@@ -123,7 +138,7 @@ def test_no_engine_is_one_line_and_leaves_no_results(tmp_path: Path, monkeypatch
     assert (code, stdout) == (3, "")
     assert stderr.startswith("k3eval: no Docker engine answers at unix:///no/such/socket")
     assert stderr.count("\n") == 1
-    assert list(out.iterdir()) == []
+    assert not out.exists()
 
 
 def test_an_out_that_cannot_be_written_is_refused_before_anything_starts(

@@ -7,6 +7,8 @@ Command modules import only typer and the standard library at import time; every
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 
 import typer
 
@@ -43,4 +45,7 @@ _register()
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal in ASCII is no reason to crash
     app()

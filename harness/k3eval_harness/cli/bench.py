@@ -60,7 +60,7 @@ def decode(
         from k3eval_harness.decode.prompts import parse_contexts
         from k3eval_harness.decode.sweep import SweepPlan
 
-        _check(repeats, output_tokens, model or [], out)
+        _check(repeats, output_tokens, model or [], seed, out)
         plan = SweepPlan(parse_contexts(contexts), repeats, output_tokens, seed, secrets.token_hex(8))
         references = _references(model or ["a"])
         result = measure(plan, references, load_corpus(package))
@@ -156,7 +156,8 @@ def _progress(plan: SweepPlan, models: int) -> Iterator[Callable[[SweepCall], No
     yield step
 
 
-def _check(repeats: int, output_tokens: int, models: Sequence[str], out: Path | None) -> None:
+def _check(repeats: int, output_tokens: int, models: Sequence[str], seed: int, out: Path | None) -> None:
+    from k3eval_harness.cli.run import MAX_SEED
     from k3eval_harness.decode.sample import MIN_OUTPUT_TOKENS
     from k3eval_harness.errors import UsageError
 
@@ -164,6 +165,8 @@ def _check(repeats: int, output_tokens: int, models: Sequence[str], out: Path | 
         raise UsageError(f"--repeats must be 1 or more, not {repeats}")
     if output_tokens < MIN_OUTPUT_TOKENS:
         raise UsageError(f"--output-tokens must be {MIN_OUTPUT_TOKENS} or more, not {output_tokens}")
+    if not 0 <= seed < MAX_SEED:
+        raise UsageError(f"--seed must be 0 or more and below 2^63, not {seed}")
     if len(models) > 2:
         raise UsageError(f"--model can be given twice at most, not {len(models)} times")
     if out is not None and (out.is_dir() or out.suffix != ".json"):

@@ -30,7 +30,8 @@ def fail(message: str, code: Exit = Exit.USAGE) -> typer.Exit:
 
 def print_json(data: object) -> None:
     """Print one JSON document on stdout."""
-    json.dump(data, sys.stdout, ensure_ascii=False, indent=2)
+    ascii_only = "utf" not in (sys.stdout.encoding or "").lower()
+    json.dump(data, sys.stdout, ensure_ascii=ascii_only, indent=2)
     sys.stdout.write("\n")
 
 

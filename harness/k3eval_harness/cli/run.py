@@ -6,6 +6,7 @@ paid model.
 
 from __future__ import annotations
 
+import re
 import signal
 import tempfile
 import threading
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "local/a"
 DEFAULT_OUT = Path("results/runs")
+MAX_SEED = 2**63
 
 
 def register(app: typer.Typer) -> None:
@@ -75,7 +77,7 @@ def run(
     with one_line_errors():
         from k3eval_harness.job import JobConfig, plan_job
 
-        _check_numbers(attempts, concurrency, timeout, threshold, min_coverage, n, max_turns)
+        _check_numbers(attempts, concurrency, timeout, threshold, min_coverage, n, max_turns, seed)
         config = JobConfig(
             tasks=_tasks(task, n, seed),
             agent=agent,
@@ -105,6 +107,7 @@ def _check_numbers(
     min_coverage: float,
     n: int | None,
     max_turns: int | None,
+    seed: int,
 ) -> None:
     from k3eval_harness.errors import UsageError
 
@@ -114,6 +117,8 @@ def _check_numbers(
             raise UsageError(f"--{name} must be 1 or more, not {count}")
     if timeout is not None and not 0 < timeout < float("inf"):
         raise UsageError(f"--timeout must be a positive number of seconds, not {timeout:g}")
+    if not 0 <= seed < MAX_SEED:
+        raise UsageError(f"--seed must be 0 or more and below 2^63, not {seed}")
     for name, share in {"threshold": threshold, "min-coverage": min_coverage}.items():
         if share is not None and not 0 <= share <= 1:
             raise UsageError(f"--{name} must lie between 0 and 1, not {share:g}")
@@ -170,18 +175,11 @@ def _limits(max_turns: int | None) -> AgentLimits:
 
 def _execute(config: JobConfig) -> JobSummary:
     from k3eval_harness.cli.render import console, watched
-    from k3eval_harness.errors import HarnessError, UsageError
+    from k3eval_harness.errors import HarnessError
     from k3eval_harness.job import run_job
     from k3eval_harness.progress import progress
 
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=config.out):
-            pass
-    except OSError as error:
-        raise UsageError(
-            f"cannot write results to {config.out}: {error.strerror}; choose another --out"
-        ) from None
+    _check_writable(config.out)
     screen = console(stderr=True)
     with progress(screen, live=watched()) as observer, cancelled_by_signals(screen) as cancel:
         try:
@@ -190,6 +188,18 @@ def _execute(config: JobConfig) -> JobSummary:
             if cancel.is_set():  # what was being started was cut off: that is the user's stop, not an error
                 raise KeyboardInterrupt from None
             raise
+
+
+def _check_writable(out: Path) -> None:
+    """Refuse a results folder that cannot be made or written, and leave nothing behind in the attempt."""
+    from k3eval_harness.errors import UsageError
+
+    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write results to {out}: {error.strerror}; choose another --out") from None
 
 
 @contextmanager
@@ -219,7 +229,7 @@ def _show_plan(plan: JobPlan, config: JobConfig, *, as_json: bool) -> None:
             {
                 "job_id": plan.job_id,
                 "agent": config.agent,
-                "model": str(config.model) if config.model else None,
+                "model": _model_name(config),
                 "trials": [
                     {"trial_id": t.trial_id, "task": t.task.name, "attempt": t.attempt, "seed": t.seed}
                     for t in plan.trials
@@ -232,12 +242,17 @@ def _show_plan(plan: JobPlan, config: JobConfig, *, as_json: bool) -> None:
     rows = [(t.task.name, str(t.attempt), str(t.seed), t.trial_id) for t in plan.trials]
     print_table(("task", "attempt", "seed", "trial"), rows, right=("attempt", "seed"))
     worst = "no limit (set --max-cost)" if plan.worst_case_cost is None else str(plan.worst_case_cost)
-    model = f"model {config.model}" if config.model else "no model"
+    model = f"model {_model_name(config)}" if config.model else "no model"
     say(
         f"\n{len(plan.trials)} trials, agent {config.agent}, {model}, {len(plan.images)} images; "
         f"cost at worst: {worst}. Nothing was started."
     )
     return say("".join(f"note: {note}\n" for note in plan.notes).rstrip()) if plan.notes else None
+
+
+def _model_name(config: JobConfig) -> str | None:
+    """The model as it may be shown: without what a URL may hold before its host."""
+    return re.sub(r"//[^/@]*@", "//", str(config.model)) if config.model else None
 
 
 def _show_summary(summary: JobSummary, *, as_json: bool) -> None:
