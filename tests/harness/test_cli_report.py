@@ -144,3 +144,63 @@ def test_tasks_check_fails_on_an_error_and_with_strict_on_a_warning(tmp_path: Pa
     code, stdout, _ = call("tasks", "check", folder)
     assert code == 1
     assert "tests/test.sh" in stdout
+
+
+def test_generated_tasks_are_equal_for_equal_arguments(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert call("tasks", "generate", "--n", 3, "--seed", 5, "--out", tmp_path / name)[0] == 0
+    data = json.loads(call("tasks", "generate", "--n", 3, "--seed", 5, "--out", tmp_path / "a", "--json")[1])
+    assert (data["n"], data["seed"], len(data["tasks"])) == (3, 5, 3)
+    first, second = (
+        {
+            path.relative_to(tmp_path / name): path.read_bytes()
+            for path in sorted((tmp_path / name).rglob("*.*"))
+        }
+        for name in ("a", "b")
+    )
+    assert first == second
+    assert call("tasks", "check", tmp_path / "a")[0] == 0
+
+
+def test_episodes_are_json_lines_in_parts_or_at_once(tmp_path: Path) -> None:
+    whole, part = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
+    assert call("tasks", "episodes", "--n", 4, "--seed", 1, "--out", whole)[0] == 0
+    code, stdout, _ = call("tasks", "episodes", "--n", 2, "--seed", 1, "--start", 2, "--out", part, "--json")
+    assert code == 0
+    assert json.loads(stdout) == {"written": 2, "seed": 1, "start": 2, "out": str(part)}
+    assert whole.read_text().splitlines()[2:] == part.read_text().splitlines()
+    assert "messages" in json.loads(part.read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("tasks", "generate", "repo-fix", "--out", "OUT"), "only the family repo-fix-mini is generated"),
+        (("tasks", "generate", "--n", "0", "--out", "OUT"), "cannot generate 0 tasks"),
+        (("tasks", "generate", "--seed=-1", "--out", "OUT"), "--seed must be 0 or more"),
+        (("tasks", "episodes", "--n", "0", "--out", "OUT"), "cannot generate 0 conversations"),
+        (("tasks", "episodes", "--start=-1", "--out", "OUT"), "must be 0 or more"),
+        (("tasks", "episodes", "--n", "1", "--out", "OUT/deep/file"), "cannot write"),
+        (
+            ("run", "--task", "repo-fix", "--n", "2", "--out", "OUT"),
+            "only the family repo-fix-mini is generated",
+        ),
+    ],
+)
+def test_what_cannot_be_generated_is_one_line_and_leaves_nothing(
+    tmp_path: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    code, stdout, stderr = call(*(part.replace("OUT", str(tmp_path / "out")) for part in arguments))
+    assert (code, stdout) == (2, "")
+    assert expected in stderr
+    assert stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_of_generated_tasks_is_planned_without_a_trace(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("run", "--task", "repo-fix-mini", "--n", 3, "--seed", 4, "--out", out, "--dry-run", "--json")
+    code, stdout, _ = call(*map(str, arguments))
+    assert code == 0
+    assert [t["task"] for t in json.loads(stdout)["trials"]] == [f"k3eval/mini-4-0000{i}" for i in range(3)]
+    assert list(tmp_path.iterdir()) == []

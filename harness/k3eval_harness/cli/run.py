@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import FrameType
@@ -74,12 +74,13 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and start nothing.")] = False,
 ) -> None:
     """Run tasks in sandboxes with an agent; report pass rate, tokens, cost and decode speed."""
-    with one_line_errors():
+    with one_line_errors(), ExitStack() as scratch:
         from k3eval_harness.job import JobConfig, plan_job
 
         _check_numbers(attempts, concurrency, timeout, threshold, min_coverage, n, max_turns, seed)
+        home = scratch.enter_context(_generated_home(out, seed, keep=not dry_run)) if n else None
         config = JobConfig(
-            tasks=_tasks(task, n, seed),
+            tasks=_tasks(task, n, seed, home),
             agent=agent,
             model=_model(model, agent),
             attempts=attempts,
@@ -124,12 +125,28 @@ def _check_numbers(
             raise UsageError(f"--{name} must lie between 0 and 1, not {share:g}")
 
 
-def _tasks(selectors: Sequence[str], n: int | None, seed: int) -> tuple[Task, ...]:
-    """The tasks of all selectors, each once, in the order given."""
-    from k3eval_harness.task import find_tasks
+def _tasks(selectors: Sequence[str], n: int | None, seed: int, home: Path | None) -> tuple[Task, ...]:
+    """The tasks of all selectors, each once; with ``n`` and ``home``, new ones of a generated family."""
+    from k3eval_harness.cli.tasks import check_generated, generated_folders
+    from k3eval_harness.task import find_tasks, load_task
 
+    if n is not None and home is not None:
+        for selector in selectors:
+            check_generated(selector)
+        return tuple(load_task(folder) for folder in generated_folders(n, seed, home))
     found = {task.path: task for selector in selectors for task in find_tasks(selector)}
     return tuple(found.values())
+
+
+@contextmanager
+def _generated_home(out: Path, seed: int, *, keep: bool) -> Iterator[Path]:
+    """Where generated tasks lie: beside the results that name them, or in a place that is thrown away."""
+    if keep:
+        _check_writable(out)
+        yield out / "generated" / f"series-{seed}"
+        return
+    with tempfile.TemporaryDirectory(prefix="k3eval-generated-") as folder:
+        yield Path(folder)
 
 
 def _model(text: str | None, agent: str) -> ModelRef | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -12,6 +14,9 @@ from k3eval_harness.cli.common import Exit, fail, one_line_errors, print_json
 if TYPE_CHECKING:
     from k3eval_harness.job import ValidationResult
     from k3eval_harness.task import Finding, Task
+
+GENERATED = "repo-fix-mini"
+"""The family whose tasks can be generated."""
 
 commands = typer.Typer(help="List, show, check, validate and generate tasks.", no_args_is_help=True)
 
@@ -104,6 +109,86 @@ def validate(
             raise fail(f"{len(void)} of {len(results)} tasks could not be measured", Exit.VOID)
         if bad:
             raise fail(f"{len(bad)} of {len(results)} tasks are not valid", Exit.THRESHOLD)
+
+
+@commands.command("generate")
+def generate(
+    out: Annotated[Path, typer.Option(help="Folder that receives one folder per task.")],
+    n: Annotated[int, typer.Option("--n", help="How many tasks.")] = 10,
+    seed: Annotated[int, typer.Option(help="Series of tasks; equal arguments write equal files.")] = 0,
+    family: Annotated[str, typer.Argument(help="A family that is generated.")] = GENERATED,
+    json: AsJson = False,
+) -> None:
+    """Generate tasks: small repositories with one seeded bug each."""
+    with one_line_errors():
+        from k3eval_harness.cli.render import say
+
+        check_generated(family)
+        folders = generated_folders(n, seed, out)
+        if json:
+            tasks = [str(folder) for folder in folders]
+            return print_json({"family": family, "seed": seed, "n": n, "out": str(out), "tasks": tasks})
+        return say(f"{len(folders)} tasks of {family}, series {seed}, are in {out}")
+
+
+@commands.command("episodes")
+def episodes(
+    out: Annotated[Path, typer.Option(help="File that receives one conversation per line (JSON lines).")],
+    n: Annotated[int, typer.Option("--n", help="How many conversations.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Series; equal arguments write equal files.")] = 0,
+    start: Annotated[int, typer.Option(help="Number of the first one, to write a series in parts.")] = 0,
+    json: AsJson = False,
+) -> None:
+    """Write conversations that repair generated tasks, to train a model on."""
+    with one_line_errors():
+        from k3eval_harness.cli.render import say
+        from k3eval_harness.errors import UsageError
+        from k3eval_harness.task.mini.episodes import write_episodes
+
+        if start < 0 or seed < 0:
+            raise UsageError("--start and --seed must be 0 or more")
+        with _whole_file(out) as file:
+            written = write_episodes(n, seed, file, start=start)
+        if json:
+            return print_json({"written": written, "seed": seed, "start": start, "out": str(out)})
+        return say(f"{written} conversations of series {seed} are in {out}")
+
+
+def check_generated(family: str) -> None:
+    """Raise UsageError unless tasks of this family can be generated."""
+    from k3eval_harness.errors import UsageError
+
+    if family != GENERATED:
+        raise UsageError(f"only the family {GENERATED} is generated, not {family!r}")
+
+
+def generated_folders(n: int, seed: int, out: Path) -> tuple[Path, ...]:
+    """Generate tasks below ``out``; UsageError where that cannot be written."""
+    from k3eval_harness.errors import UsageError
+    from k3eval_harness.task.mini.folder import generate as generate_tasks
+
+    if seed < 0:
+        raise UsageError(f"--seed must be 0 or more, not {seed}")
+    try:
+        return generate_tasks(n, seed, out)
+    except OSError as error:
+        raise UsageError(f"cannot write tasks to {out}: {error.strerror}; choose another folder") from None
+
+
+@contextmanager
+def _whole_file(out: Path) -> Iterator[TextIO]:
+    """A text file that appears under its name only when it is complete."""
+    from k3eval_harness.errors import UsageError
+
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            yield file
+        partial.replace(out)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}; choose another --out") from None
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _find(selectors: list[str]) -> list[Task]:
