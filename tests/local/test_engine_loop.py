@@ -280,7 +280,7 @@ step = st.tuples(st.integers(0, 3), st.integers(1, 30), st.integers(1, 6), st.bo
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(step, min_size=1, max_size=12),
-    st.integers(12, 60),
+    st.integers(9, 60),
     st.integers(1, 4),
     st.sampled_from([1, 4, 16]),
 )
@@ -545,6 +545,16 @@ def test_context_and_memory_are_checked_before_a_request_is_accepted():
             engine.submit(request(prompt_of(36), 5))
         assert (refused.value.needed_bytes, refused.value.budget_bytes) == (416, 384)
         run(engine, prompt_of(36), 4)
+        assert_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize("state_pages", [0, 2])
+def test_a_request_as_large_as_the_budget_runs_whatever_is_cached(state_pages: int):
+    runner = FakeRunner(pages=10, state_pages=state_pages)
+    with EngineCore(runner, prefill_chunk=16, checkpoint_tokens=8) as engine:
+        run(engine, prompt_of(20), 1, boundaries=(18,))
+        for _ in range(2):
+            run(engine, prompt_of(36), 4, boundaries=(18, 34))
         assert_nothing_leaked(engine)
 
 

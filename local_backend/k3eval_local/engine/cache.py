@@ -74,12 +74,13 @@ class CacheManager:
         size = self.layout.page_tokens
         limit = self.layout.pages_for(total_tokens)
         hit = self.index.match(tokens, len(tokens) - 1) if use_cache else None
-        pinned = hit.pages if hit is not None else np.empty(0, dtype=np.int32)
-        self.pages.retain(pinned, Holder.RUNNING)
-        whole = hit.position // size if hit is not None else 0
-        if self.pages.free + self.pages.evictable - self._promised < limit - whole:
-            self.pages.release(pinned, Holder.RUNNING)
+        pinned = self._pin(hit, limit)
+        if pinned is None and hit is not None and len(self._slots) == self.layout.slots:
+            # Alone and still no room: a page filled in part is needed twice for a moment. Do without it.
+            hit, pinned = None, self._pin(None, limit)
+        if pinned is None:
             return None
+        whole = hit.position // size if hit is not None else 0
         self._slots.sort(reverse=True)  # the lowest slots first: a dense batch needs no gather
         memory = SequenceMemory(
             self._slots.pop(), limit, hit.position if hit is not None else 0, pinned[:whole]
@@ -157,6 +158,16 @@ class CacheManager:
         """Evicts every checkpoint."""
         for checkpoint in list(self.index):
             self._evict(checkpoint)
+
+    def _pin(self, hit: Checkpoint | None, limit: int) -> Pages | None:
+        """Holds the hit's pages, if the pages that the sequence may need besides can be had; else None."""
+        pages = hit.pages if hit is not None else np.empty(0, dtype=np.int32)
+        whole = hit.position // self.layout.page_tokens if hit is not None else 0
+        self.pages.retain(pages, Holder.RUNNING)
+        if self.pages.free + self.pages.evictable - self._promised >= limit - whole:
+            return pages
+        self.pages.release(pages, Holder.RUNNING)
+        return None
 
     def _make_room(self, count: int) -> bool:
         while self.pages.free < count and len(self.index):
