@@ -16,130 +16,110 @@ from k3eval_local.server.app import build_app
 
 ALL = ("vllm", "moonshot", "openrouter")
 
+
+def object_schema(properties: dict[str, object]) -> dict[str, object]:
+    return {"type": "object", "properties": properties, "required": list(properties)[:1]}
+
+
+def tool(name: str, schema: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=5,
 )
-NAME = st.sampled_from(["f", "g", "1x", "", "a b", "é", "x" * 200])
+LEAVES: list[object] = [
+    {}, {"type": "string"}, {"type": "integer"}, {"type": "boolean"}, {"type": "strange"}, {"enum": []},
+    {"enum": ["a", 1, None]}, {"$ref": "#/$defs/X"}, {"$ref": 7}, {"const": {"x": [1]}}, {"allOf": [{}]},
+    {"type": ["string", "null"]}, {"type": "string", "pattern": "["}, {"type": "string", "pattern": "(?=x)y"},
+    {"type": "string", "maxLength": -3}, {"type": "string", "minLength": 5, "maxLength": 2}, {"not": {}},
+    {"type": "object", "required": ["zz"]}, {"type": "number", "minimum": 5, "maximum": 1}, {"type": None},
+    {"type": "string", "pattern": "^a/b$"}, {"type": "array", "items": [{}]}, True, False, 3,
+]  # fmt: skip
 SCHEMA = st.recursive(
-    st.sampled_from(
-        [
-            {},
-            {"type": "string"},
-            {"type": "integer"},
-            {"type": "strange"},
-            {"enum": []},
-            {"enum": ["a", 1, None]},
-            {"$ref": "#/$defs/X"},
-            {"$ref": 7},
-            {"const": {"x": [1]}},
-            {"type": ["string", "null"]},
-            True,
-            False,
-            3,
-            {"type": "string", "pattern": "["},
-            {"type": "string", "maxLength": -3},
-            {"type": "string", "minLength": 9},
-            {"type": "object", "required": ["zz"]},
-            {"allOf": [{}]},
-            {"not": {}},
-            {"type": None},
-            {"type": "string", "pattern": "(?=x)y"},
-            {"type": "string", "minLength": 5, "maxLength": 2},
-            {"type": "number", "minimum": 5, "maximum": 1},
-        ]
-    ),
+    st.sampled_from(LEAVES),
     lambda inner: st.one_of(
-        st.builds(
-            lambda p: {"type": "object", "properties": p},
-            st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        st.dictionaries(st.text(max_size=4), inner, max_size=3).map(object_schema),
+        inner.map(
+            lambda s: {"type": "object", "$defs": {"X": s}, "properties": {"k": {"$ref": "#/$defs/X"}}}
         ),
-        st.builds(
-            lambda p: {"type": "object", "$defs": {"X": p}, "properties": {"k": {"$ref": "#/$defs/X"}}}, inner
-        ),
-        st.builds(lambda s: {"type": "array", "items": s}, inner),
-        st.builds(lambda s: {"anyOf": s}, st.lists(inner, max_size=2)),
+        inner.map(lambda s: {"type": "array", "items": s}),
+        st.lists(inner, max_size=2).map(lambda s: {"anyOf": s}),
     ),
     max_leaves=4,
 )
-TOOLS = st.lists(
-    st.fixed_dictionaries(
-        {
-            "type": st.sampled_from(["function", "builtin_function"]),
-            "function": st.fixed_dictionaries(
-                {"name": NAME}, optional={"parameters": SCHEMA, "description": st.text(max_size=4)}
-            ),
-        }
-    )
-    | JUNK,
-    max_size=3,
+OBJECT = st.dictionaries(st.text(max_size=4), SCHEMA, max_size=3).map(object_schema) | SCHEMA
+WORDS = st.text(max_size=8) | st.sampled_from(
+    ["<|end_of_msg|>", "<|open|>think<|sep|>", "\x00", "\u2028", "🎉"]
 )
-CALLS = st.lists(
-    st.fixed_dictionaries(
-        {
-            "id": st.sampled_from(["c1", "c2", ""]),
-            "function": st.fixed_dictionaries(
-                {"name": NAME, "arguments": st.sampled_from(["{}", "{", '{"a": 1e999}', "[1]", ""])}
-            ),
-        }
+
+
+ARGUMENTS = st.sampled_from(["{}", "{", '{"a": 1e999}', "[1]", "", '{"k": "v", "k": {"x": [null]}}'])
+TURNS: st.SearchStrategy[list[dict[str, object]]] = st.one_of(
+    WORDS.map(lambda text: [{"role": "user", "content": text}]),
+    WORDS.map(
+        lambda text: [{"role": "developer", "content": [{"type": "text", "text": text + "."}], "name": text}]
     ),
-    max_size=2,
+    st.tuples(WORDS, WORDS).map(
+        lambda t: [{"role": "assistant", "content": t[0] + ".", "reasoning_content": t[1]}]
+    ),
+    st.tuples(ARGUMENTS, st.permutations(["c1", "c2"])).map(
+        lambda t: [
+            {
+                "role": "assistant",
+                "reasoning_content": "r",
+                "tool_calls": [
+                    {"id": each, "function": {"name": "f", "arguments": t[0]}} for each in ("c1", "c2")
+                ],
+            },
+            *({"role": "tool", "tool_call_id": each, "content": each} for each in t[1]),
+        ]
+    ),
+    SCHEMA.map(lambda s: [{"role": "system", "tools": [tool("dynamic", s)]}]),
 )
-CONTENT = (
-    st.text(max_size=8)
-    | st.none()
-    | st.lists(st.sampled_from([{"type": "text", "text": "x"}, {"type": "image_url"}]), max_size=2)
+MEMBERS = {
+    "stream": st.booleans(),
+    "tools": st.lists(OBJECT, max_size=2).map(lambda each: [tool(f"t{n}", s) for n, s in enumerate(each)]),
+    "n": st.integers(1, 3),
+    "max_tokens": st.integers(1, 40),
+    "seed": st.integers(-(2**63), 2**63),
+    "stop": WORDS.map(lambda text: text[:4] or "x") | st.lists(st.sampled_from(["a", "ab", "é"]), max_size=4),
+    "tool_choice": st.sampled_from(
+        ["auto", "none", "required", {"type": "function", "function": {"name": "t0"}}]
+    ),
+    "response_format": st.sampled_from([{"type": "json_object"}, {"type": "text"}])
+    | SCHEMA.map(lambda s: {"type": "json_schema", "json_schema": {"name": "x", "schema": s}}),
+    "logprobs": st.booleans(),
+    "top_logprobs": st.integers(0, 20),
+    "reasoning_effort": st.sampled_from(["low", "high", "max"]),
+    "stream_options": st.sampled_from([{"include_usage": True}, {}, None]),
+    "ignore_eos": st.booleans(),
+    "k3eval_timings": st.booleans(),
+    "parallel_tool_calls": st.booleans(),
+}
+ODD = (
+    "temperature",
+    "top_p",
+    "thinking",
+    "provider",
+    "reasoning",
+    "chat_template_kwargs",
+    "min_tokens",
+    "model",
 )
-MESSAGE = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "robot"])},
-    optional={
-        "content": CONTENT,
-        "tool_calls": CALLS,
-        "tool_call_id": st.sampled_from(["c1", "c2", "f:0", ""]),
-        "reasoning_content": st.text(max_size=4),
-        "reasoning_details": st.lists(st.dictionaries(st.just("text"), JUNK), max_size=2),
-        "name": st.text(max_size=4),
-        "tools": TOOLS,
-        "partial": st.booleans(),
-    },
-)
-BODY = st.fixed_dictionaries(
+ONE_BAD = st.dictionaries(st.sampled_from([*MEMBERS, *ODD, "messages"]), JUNK, min_size=1, max_size=1)
+VALID = st.fixed_dictionaries(
     {
-        "model": st.sampled_from(["a", "kimi-k3", "A", "nope"]),
-        "messages": st.lists(MESSAGE, max_size=4) | JUNK,
+        "model": st.just("a"),
+        "messages": st.lists(TURNS, min_size=1, max_size=3).map(
+            lambda turns: [m for turn in turns for m in turn]
+        ),
     },
-    optional={
-        "stream": st.booleans(),
-        "tools": TOOLS,
-        "n": st.integers(-1, 3) | JUNK,
-        "max_tokens": st.integers(-1, 40) | JUNK,
-        "temperature": st.floats(-1, 3) | JUNK,
-        "top_p": st.floats(-1, 2),
-        "seed": st.integers() | JUNK,
-        "stop": st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=6) | JUNK,
-        "tool_choice": st.sampled_from(
-            ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}]
-        )
-        | JUNK,
-        "response_format": st.sampled_from([{"type": "json_object"}, {"type": "text"}])
-        | st.builds(lambda s: {"type": "json_schema", "json_schema": {"name": "x", "schema": s}}, SCHEMA)
-        | JUNK,
-        "logprobs": st.booleans(),
-        "top_logprobs": st.integers(-1, 25),
-        "reasoning_effort": st.text(max_size=4),
-        "thinking": JUNK,
-        "provider": JUNK,
-        "reasoning": JUNK,
-        "chat_template_kwargs": JUNK,
-        "min_tokens": JUNK,
-        "stream_options": st.sampled_from([{"include_usage": True}, {}, None]) | JUNK,
-        "ignore_eos": st.booleans(),
-        "k3eval_timings": st.booleans(),
-        "prompt_cache_options": JUNK,
-        "parallel_tool_calls": st.booleans(),
-    },
+    optional=MEMBERS,
 )
+BODY = VALID | st.tuples(VALID, ONE_BAD).map(lambda pair: pair[0] | pair[1])
 
 
 @pytest.fixture(scope="module", params=ALL)

@@ -228,6 +228,17 @@ def test_timings_are_served_when_asked_for(
     assert frames(post(served, k3eval_timings=True, stream=True))[-1]["k3eval_timings"]["queue_ns"] == 1
 
 
+def test_continuous_usage_grows_chunk_by_chunk(plain: tuple[Served, ScriptedEngine]) -> None:
+    served, _ = plain
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = frames(post(served, stream=True, stream_options=options))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk.get("usage")]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[-1] == len(SAID)
+    assert len(counts) > 10
+
+
 def test_forced_length_runs_to_the_limit_with_ordinary_tokens_only() -> None:
     engine = NoiseEngine()
     with serve(engine) as served:

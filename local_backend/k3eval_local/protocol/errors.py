@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+_LONGEST = 1000
+
 
 class ErrorKind(Enum):
     """Everything that a dialect must be able to say no with."""
@@ -49,6 +51,10 @@ class ProtocolError(Exception):
     """The limit that was passed: context tokens, or requests or tokens in a window."""
     requested: int | None = None
     """What was asked for, in the limit's unit."""
+
+    def __post_init__(self) -> None:
+        # what the client sent may be part of the message: keep it one line of bounded length
+        self.message = " ".join(self.message.split())[:_LONGEST]
 
     def __str__(self) -> str:
         return self.message

@@ -22,13 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from k3eval_local.protocol.chaos import GATEWAY_PAGE, Drawn, rewrite_reply
 from k3eval_local.protocol.dialects import OpenRouterDialect
+from k3eval_local.protocol.dialects.base import Frames
 from k3eval_local.protocol.errors import ErrorKind, ProtocolError
 from k3eval_local.protocol.messages import Conversation, JsonObject
 from k3eval_local.protocol.reply import ModelCard, ReplyHead, ReplyTail
 from k3eval_local.protocol.request import ChatRequest, check_unique, read_messages, read_tools
 from k3eval_local.protocol.wire import CountBody, parse_body
 from k3eval_local.server.account import Account
-from k3eval_local.server.generate import ChoiceEnd, Generator, Job
+from k3eval_local.server.generate import ChoiceEnd, Generator, Item, Job
 from k3eval_local.server.metrics import Metrics
 from k3eval_local.server.openapi import describe
 from k3eval_local.server.settings import ServerSettings
@@ -123,18 +124,9 @@ class ChatServer:
         made = 0
         try:
             async for item in job.items():
-                if isinstance(item, ChoiceEnd):
-                    choice = item.choice
-                    made_frames = frames.finish(choice.index, choice.finish, choice.stopped_by, item.counts)
-                else:
-                    made_frames = frames.event(item.choice, item.event, item.logprobs)
-                for frame in made_frames:
+                for frame in self._shaped(frames, job, item):
                     made += 1
-                    if (
-                        drawn is not None
-                        and drawn.name == "error_in_200"
-                        and (made == drawn.position or isinstance(item, ChoiceEnd))
-                    ):
+                    if _dropped_here(drawn, made, item):
                         raise ProtocolError(
                             ErrorKind.BAD_GATEWAY, "injected fault: the upstream dropped the stream"
                         )
@@ -145,6 +137,21 @@ class ChatServer:
             return
         for frame in frames.end(self._tail(head, job)):
             yield frame
+
+    def _shaped(self, frames: Frames, job: Job, item: Item) -> list[JsonObject]:
+        if isinstance(item, ChoiceEnd):
+            choice = item.choice
+            return frames.finish(choice.index, choice.finish, choice.stopped_by, item.counts)
+        shaped = frames.event(item.choice, item.event, item.logprobs)
+        if job.plan.request.continuous_usage:
+            prompt = job.plan.prompt.prompt_tokens
+            for frame in shaped:
+                frame["usage"] = {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": item.tokens,
+                    "total_tokens": prompt + item.tokens,
+                }
+        return shaped
 
     async def _whole(self, request: Request, head: ReplyHead, job: Job, drawn: Drawn | None) -> ASGIApp:
         watcher = asyncio.create_task(watch(request.receive, job.cancel))
@@ -417,6 +424,12 @@ class _Counted:
             await send(message)
 
         await self._app(scope, receive, counting_send)
+
+
+def _dropped_here(drawn: Drawn | None, made: int, item: Item) -> bool:
+    if drawn is None or drawn.name != "error_in_200":
+        return False
+    return made == drawn.position or isinstance(item, ChoiceEnd)
 
 
 def _wrapped(data: JsonObject) -> JsonObject:

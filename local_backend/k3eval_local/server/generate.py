@@ -60,6 +60,8 @@ class Piece:
     choice: int
     event: Event
     logprobs: tuple[TokenLogprob, ...] | None
+    tokens: int
+    """Tokens of this choice so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +270,7 @@ class ChoiceRun:
                 self._arguments[index].append(text)
             case CallEnd():
                 pass
-        return [*flushed, Piece(self._index, event, None)]
+        return [*flushed, Piece(self._index, event, None, self._tokens)]
 
     def _text(self, text: str) -> list[Piece]:
         if not text:
@@ -279,7 +281,7 @@ class ChoiceRun:
             logprobs = tuple(self._pending)
             self._logprobs.extend(logprobs)
             self._pending.clear()
-        return [Piece(self._index, Text(text), logprobs)]
+        return [Piece(self._index, Text(text), logprobs, self._tokens)]
 
     def _logprob(self, token: TokenEvent) -> TokenLogprob:
         name = self._tokenizer.token_bytes
