@@ -21,6 +21,8 @@ COLUMNS = (
     "1k tokens cached",
     "estimator error",
 )
+CACHED_NOTE = 0.2
+"""Share of the cold prompts from which a cache is worth a note; the chat template alone is shared by all."""
 FIGURES = COLUMNS[1:]
 """The right-aligned ones."""
 
@@ -98,7 +100,7 @@ def _warnings(result: SweepResult) -> list[str]:
         if row.void:
             reasons = ", ".join(f"{reason} ({n})" for reason, n in row.void.items())
             lines.append(f"{where}: not measured: {reasons}")
-        if (row.cached_share_cold or 0) > 0.1:
+        if (row.cached_share_cold or 0) > CACHED_NOTE:
             lines.append(f"{where}: {row.cached_share_cold:.0%} of the cold prompts came from a cache.")
         if row.prompt_tokens is not None and abs(row.prompt_tokens - row.context) > 0.02 * row.context:
             lines.append(f"{where}: the model read {row.prompt_tokens} tokens.")

@@ -92,7 +92,7 @@ class DecodeSample(Record):
     """First to last token-bearing event."""
     seconds_per_token: float | None = None
     bundled: bool = False
-    """Fewer events with text than tokens: the tokens of the first one are estimated by its share of the text."""
+    """Fewer events with text than tokens: those of the first event are estimated by its share of the text."""
     void_reason: str | None = None
 
 
