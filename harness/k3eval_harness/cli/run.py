@@ -80,7 +80,6 @@ def run(
         _check_numbers(attempts, concurrency, timeout, threshold, min_coverage, n, max_turns, seed)
         home = scratch.enter_context(_generated_home(out, seed, keep=not dry_run)) if n else None
         config = JobConfig(
-            tasks=_tasks(task, n, seed, home),
             agent=agent,
             model=_model(model, agent),
             attempts=attempts,
@@ -91,6 +90,7 @@ def run(
             seed=seed,
             effort=_effort(effort),
             limits=_limits(max_turns),
+            tasks=_tasks(task, n, seed, home),  # last: it may write, the checks above must come first
         )
         plan = plan_job(config)
         if dry_run:
