@@ -181,6 +181,7 @@ def test_episodes_are_json_lines_in_parts_or_at_once(tmp_path: Path) -> None:
         (("tasks", "episodes", "--n", "0", "--out", "OUT"), "cannot generate 0 conversations"),
         (("tasks", "episodes", "--start=-1", "--out", "OUT"), "must be 0 or more"),
         (("tasks", "episodes", "--n", "1", "--out", "OUT/deep/file"), "cannot write"),
+        (("run", "--task", "repo-fix-mini", "--n", "2", "--model", "x", "--out", "OUT"), "unknown model 'x'"),
         (
             ("run", "--task", "repo-fix", "--n", "2", "--out", "OUT"),
             "only the family repo-fix-mini is generated",
