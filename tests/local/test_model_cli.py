@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -131,12 +133,10 @@ def test_mistakes_are_one_line_and_leave_nothing(
 
 
 def test_the_module_imports_only_typer_and_the_standard_library() -> None:
-    import subprocess
-    import sys
-
     code = (
         "import sys; import k3eval_harness.cli.model; "
-        "print([n for n in ('torch', 'numpy', 'rich.table', 'safetensors', 'k3eval_local') if n in sys.modules])"
+        "heavy = ('torch', 'numpy', 'rich.table', 'safetensors', 'k3eval_local'); "
+        "print([name for name in heavy if name in sys.modules])"
     )
     root = Path(__file__).parents[2]
     path = f"{root}:{root / 'harness'}:{root / 'local_backend'}"

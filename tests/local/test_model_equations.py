@@ -1,4 +1,4 @@
-"""The model against a second implementation: the specification's equations in NumPy, fp64, one token at a time.
+"""The model against a second implementation: the equations in NumPy, fp64, one token at a time.
 
 It shares no code with the package and reads the weights from the checkpoint under their published names.
 """

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -78,7 +78,8 @@ def init(
 
         sizes = config_of(config)
         _check_size(count_parameters(sizes).total)
-        save(K3Model(sizes).init_weights(seed), out, dtype=_torch_dtype(dtype))
+        model = K3Model(replace(sizes, mxfp4=False)).init_weights(seed)
+        save(model, out, dtype=_torch_dtype(dtype), mxfp4=sizes.mxfp4)
         _say(
             as_json,
             {"path": str(out), "weights": f"random, seed {seed}"},

@@ -136,7 +136,12 @@ class K3Model(nn.Module):
         Matrices: normal with variance 1 / inputs; embedding: standard normal. As in the report: A_log zero,
         dt_bias the inverse softplus of a step drawn log-uniformly from [0.001, 0.1] (Mamba-2), mix queries
         zero (a uniform average at the start), norm weights one, correction bias zero.
+
+        Raises:
+            ValueError: the experts are packed; draw a plain model and save it with ``mxfp4``.
         """
+        if self.config.mxfp4:
+            raise ValueError("packed experts cannot be drawn; draw a plain model and save it with mxfp4")
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -178,7 +183,7 @@ class K3Model(nn.Module):
             state after each row's last real token.
 
         Raises:
-            ValueError: shapes, ids or lengths that do not fit each other or the state.
+            ValueError: shapes or lengths that do not fit each other or the state.
         """
         out, state = self.hidden(
             ids, state, lengths=lengths, form=form, mla=mla, attn_res=attn_res, observer=observer

@@ -48,11 +48,16 @@ def export(
         vocabulary: by default ``Vocabulary.made_up``.
 
     Raises:
-        CheckpointError: the file exists, cannot be written, or the vocabulary has another size.
+        CheckpointError: the file exists or cannot be written, the vocabulary has another size, or llama.cpp
+            could not run such a model.
     """
     if path.exists():
         raise CheckpointError(f"{path} exists; choose a new file")
     config = model.config
+    if len(set(config.layer_kinds)) != 2 or config.linear_attn.num_heads != config.num_attention_heads:
+        raise CheckpointError(
+            "llama.cpp only runs Kimi K3 with both KDA and MLA layers and as many KDA heads as MLA heads"
+        )
     vocabulary = vocabulary or Vocabulary.made_up(config)
     distinct = len(set(vocabulary.tokens))
     if not distinct == len(vocabulary.tokens) == config.vocab_size:

@@ -46,10 +46,17 @@ def mla_expanded(
     values = torch.einsum("bsr,hvr->bhsv", c, w_uv)
     if mask is not None and mask.dim() == 3:
         mask = mask[:, None]
+    # torch's memory-saving attention on CPU wants values as wide as the keys: no T x T scores, and faster
+    padding = max(0, q.shape[-1] - values.shape[-1])
     o = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), keys, values, attn_mask=mask, is_causal=causal, scale=q.shape[-1] ** -0.5
+        q.transpose(1, 2),
+        keys,
+        functional.pad(values, (0, padding)),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=q.shape[-1] ** -0.5,
     )
-    return o.transpose(1, 2)
+    return o[..., : values.shape[-1]].transpose(1, 2)
 
 
 def mla_absorbed(q: Tensor, latent: Tensor, w_uk: Tensor, w_uv: Tensor, mask: Tensor | None) -> Tensor:
