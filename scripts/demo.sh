@@ -37,8 +37,8 @@ main() {
     [ "$(score "$OUT/nop")" = 0.0 ] || die "nop scored above 0: see $OUT/nop"
 
     step "K3 agent on the local backend: real turns, tools, tokens and decode speed. Its weights are random, so it solves nothing"
-    "$K3EVAL" run --task sqlparse-malformed-input --task tomlkit-emptied-aot --agent k3 --model local/a \
-        --max-turns 3 --concurrency "$CONCURRENCY" --out "$OUT/k3"
+    "$K3EVAL" run --task sqlparse-malformed-input --task repo-fix-mini --agent k3 --model local/a \
+        --max-turns 2 --concurrency "$CONCURRENCY" --out "$OUT/k3"
 
     step "Decode speed and cost of 1,000 tokens against context length, cold and cached prompt"
     "$K3EVAL" bench decode --contexts 1k,4k --model local/a --repeats 2 --output-tokens 128

@@ -21,7 +21,7 @@ from docker.errors import DockerException
 try:
     print(docker.from_env(timeout=10).version()["Version"])
 except (DockerException, OSError) as error:
-    sys.exit(str(error))
+    sys.exit(str(error)[-160:])
 PY
 }
 

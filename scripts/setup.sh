@@ -54,6 +54,7 @@ main() {
         return
     fi
     if ! python=$(find_python); then
+        [ -z "${PYTHON:-}" ] || die "PYTHON is no Python 3.11 or newer: set it to one, or unset it"
         can_apt || die "no Python 3.11 or newer: install one and set PYTHON to it"
         apt_install python3 python3-venv
         python=$(find_python) || die "the distribution's python3 is older than 3.11: install a newer one and set PYTHON to it"
