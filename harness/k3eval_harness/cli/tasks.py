@@ -246,9 +246,9 @@ def _validate(tasks: list[Task], repeat: int, *, quiet: bool) -> list[Validation
     results = []
     with cancelled_by_signals(console(stderr=True)) as cancel:
         for task in tasks:
-            if cancel.is_set():
-                raise KeyboardInterrupt
             result = validate_task(task, repeat, cancel=cancel)
+            if cancel.is_set():  # what was cut off is no verdict on the task
+                raise KeyboardInterrupt
             results.append(result)
             if not quiet:
                 say(_verdict_line(result))
