@@ -240,6 +240,10 @@ def test_a_sampled_call_replayed_extends_its_own_prompt() -> None:
     assert replayed
 
 
+SELF: JsonObject = {"anyOf": [{"$ref": "#/$defs/X"}, {"type": "null"}]}
+TWICE: JsonObject = {"anyOf": [{"$ref": "#/$defs/X"}, {"$ref": "#/$defs/X"}]}
+
+
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
@@ -253,6 +257,8 @@ def test_a_sampled_call_replayed_extends_its_own_prompt() -> None:
         ({"type": "object", "properties": {"a": {"$ref": "http://x/y"}}}, "not inside the schema"),
         ({"$ref": "#"}, "circle"),
         ({"type": "object", "properties": {"a": False}}, "no value"),
+        ({"type": "object", "$defs": {"X": SELF}, "properties": {"a": {"$ref": "#/$defs/X"}}}, "themselves"),
+        ({"type": "object", "$defs": {"X": TWICE}, "properties": {"a": {"$ref": "#/$defs/X"}}}, "themselves"),
         ({"type": "object", "properties": {"a": {"enum": []}}}, "empty"),
         ({"type": "object", "properties": {"a": {"type": []}}}, "empty list"),
         ({"type": "object", "properties": {"a": {"type": "string", "maxLength": "x"}}}, "integers"),

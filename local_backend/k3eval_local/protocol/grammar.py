@@ -212,7 +212,7 @@ def _arguments(rules: _Rules, tool: ToolDef) -> str:
     needed = set(map(str, required)) if isinstance(required, list) else set()
     parts = []
     for key, value in properties.items():
-        forms = _forms(value, root, where=f"{tool.name}.{key}")
+        forms = _forms(value, _Walk(root, f"{tool.name}.{key}"))
         name = rules.add("arg", " | ".join(_argument(rules, key, form) for form in forms))
         parts.append(name if key in needed else f"{name}?")
     return " ".join(parts)
@@ -240,19 +240,32 @@ def _argument(rules: _Rules, key: str, form: _Form) -> str:
     return f'<|open|> {head} <|sep|> {body} <|close|> "argument" <|sep|>'
 
 
-def _forms(schema: JsonValue, root: JsonObject, *, where: str) -> list[_Form]:
+@dataclass(slots=True)
+class _Walk:
+    """The way through one property's schema; ``left`` bounds what unions and references can cost."""
+
+    root: JsonObject
+    where: str
+    left: int = 100
+
+
+def _forms(schema: JsonValue, walk: _Walk) -> list[_Form]:
     """Every way in which a value of ``schema`` can be written as an argument element."""
+    where = walk.where
+    walk.left -= 1
+    if walk.left < 0:
+        raise SchemaError(where, "its unions have too many branches, or refer to themselves")
     if not isinstance(schema, dict):
         if schema is False:
             raise SchemaError(where, "the schema 'false' has no value")
         schema = {}
-    schema = _resolved(schema, root, where=where)
+    schema = _resolved(schema, walk.root, where=where)
     for union in ("anyOf", "oneOf"):
         branches = schema.get(union)
         if isinstance(branches, list) and branches:
             rest = {key: value for key, value in schema.items() if key != union}
             merged = [rest | branch if isinstance(branch, dict) else branch for branch in branches]
-            return _unique(form for branch in merged for form in _forms(branch, root, where=where))
+            return _unique(form for branch in merged for form in _forms(branch, walk))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return _enumerated(values, where=where)
@@ -262,7 +275,7 @@ def _forms(schema: JsonValue, root: JsonObject, *, where: str) -> list[_Form]:
         if kind == "string":
             forms.append(_string_form(schema, where=where))
         elif kind in (*_JSON_TYPES, "integer"):
-            narrowed = schema | {"type": kind} | _definitions(root)
+            narrowed = schema | {"type": kind} | _definitions(walk.root)
             forms.append(_Form("number" if kind == "integer" else str(kind), _json(narrowed)))
         else:
             raise SchemaError(where, f"unknown type {json.dumps(kind)}")

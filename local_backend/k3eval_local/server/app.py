@@ -37,6 +37,8 @@ from k3eval_local.server.streaming import CutReply, EventStream, watch
 
 _log = logging.getLogger(__name__)
 
+_LARGE_BODY = 256 * 1024
+"""Bytes from which on reading a body would hold up other streams and goes to a thread."""
 FAULT_HEADER = "x-k3eval-fault"
 """Names the fault in a reply that has one, so that a test knows what it is looking at."""
 
@@ -64,7 +66,10 @@ class ChatServer:
     async def chat(self, request: Request) -> ASGIApp:
         """``POST /v1/chat/completions``."""
         body = await self._body(request)
-        chat = self.dialect.read_bytes(body)
+        if len(body) > _LARGE_BODY:
+            chat = await asyncio.to_thread(self.dialect.read_bytes, body)
+        else:
+            chat = self.dialect.read_bytes(body)
         self._check_model(chat.model)
         drawn = self._draw(stream=chat.stream)
         if drawn is not None and (refusal := self._refusal(drawn)) is not None:

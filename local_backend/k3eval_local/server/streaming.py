@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from starlette.types import Receive, Scope, Send
 
@@ -45,10 +45,11 @@ class EventStream:
         self._silence_s = silence_s
         self._sent_at = time.monotonic()
         self._lock = asyncio.Lock()
+        self._gone = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything; always ends the helpers that watch the connection."""
-        helpers = [asyncio.create_task(watch(receive, self._on_gone))]
+        helpers = [asyncio.create_task(watch(receive, self._leave))]
         try:
             await send(
                 {
@@ -74,6 +75,10 @@ class EventStream:
             await asyncio.gather(*helpers, return_exceptions=True)
             self._on_end()
 
+    def _leave(self) -> None:
+        self._gone.set()
+        self._on_gone()
+
     async def _body(self, send: Send) -> bool:
         """Send the frames; False when the connection is to break without an end."""
         name = self._drawn.name if self._drawn is not None else ""
@@ -93,7 +98,8 @@ class EventStream:
                         return True
                     if name == "silence" and strike:
                         strike = 0
-                        await asyncio.sleep(self._silence_s)
+                        with suppress(TimeoutError):  # a client that leaves ends the silence
+                            await asyncio.wait_for(self._gone.wait(), self._silence_s)
                 await self._send(send, data)
         if name != "no_done":
             await self._send(send, DONE)
