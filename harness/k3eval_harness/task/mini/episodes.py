@@ -104,7 +104,7 @@ def episode(project: MiniProject, rng: random.Random, shape: EpisodeShape) -> di
                     "parameters": tool.parameters,
                 },
             }
-            for tool in TOOLS
+            for tool in sorted(TOOLS, key=lambda tool: tool.name)  # the order in which the SDK sends them
         ],
         "messages": writer.messages,
         "untrained": writer.untrained,

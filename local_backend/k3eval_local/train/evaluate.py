@@ -1,0 +1,104 @@
+"""Measure a checkpoint on conversations that it was not trained on.
+
+    python -m k3eval_local.train.evaluate --model k3-nano --data FILE|- [--json FILE]
+
+The measure is the replay pass rate (see ``measure``), with 95 % Wilson intervals, in all and by kind, and the
+share of reproduced first, second, ... turns. Live rates need the harness: ``k3eval run --task repo-fix-mini``.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from scipy.stats import binomtest
+
+from k3eval_local.train.measure import Score, replay, turn_rates
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A share with its 95 % Wilson interval."""
+
+    passed: int
+    n: int
+    rate: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, passed: int, n: int) -> "Rate":
+        """From counts; ``n`` is at least 1."""
+        interval = binomtest(passed, n).proportion_ci(method="wilson")
+        return cls(passed, n, passed / n, float(interval.low), float(interval.high))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is reported of one data file."""
+
+    weights: str
+    all: Rate
+    kinds: dict[str, Rate]
+    turns: list[float]
+    loss: float
+
+
+def evaluate(weights: str, scores: Sequence[Score]) -> Evaluation:
+    """Sum up scores; raises ValueError when there are none."""
+    if not scores:
+        raise ValueError("there is nothing to evaluate: the data hold no conversation")
+    kinds = {
+        kind: [score.passed for score in scores if score.kind == kind]
+        for kind in sorted({score.kind for score in scores})
+    }
+    return Evaluation(
+        weights,
+        Rate.of(sum(score.passed for score in scores), len(scores)),
+        {kind: Rate.of(sum(passed), len(passed)) for kind, passed in kinds.items()},
+        [round(share, 4) for share in turn_rates(scores)],
+        sum(score.loss for score in scores) / max(1, sum(score.tokens for score in scores)),
+    )
+
+
+def table(result: Evaluation) -> str:
+    """The result as a Markdown table."""
+    lines = ["| kind | passed | n | rate | 95 % |", "|---|---|---|---|---|"]
+    for name, rate in [*result.kinds.items(), ("all", result.all)]:
+        interval = f"{rate.low:.1%} - {rate.high:.1%}"
+        lines.append(f"| {name} | {rate.passed} | {rate.n} | {rate.rate:.1%} | {interval} |")
+    return "\n".join([*lines, "", f"turns reproduced: {result.turns}", f"loss: {result.loss:.4f}"])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Evaluate and print the table."""
+    parser = argparse.ArgumentParser(prog="k3eval_local.train.evaluate", description="Measure a checkpoint.")
+    parser.add_argument("--model", default="k3-nano", help="bundled name or checkpoint folder")
+    parser.add_argument("--data", required=True, help="conversations, JSONL; - is standard input")
+    parser.add_argument("--json", type=Path, help="write the result there too")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    from k3eval_local.checkpoint import open_model, resolve
+    from k3eval_local.tokenizer import Tokenizer
+    from k3eval_local.train.render import read_examples, share_openings
+
+    torch.set_num_threads(options.threads)
+    found = resolve(options.model)
+    model, weights = open_model(options.model)
+    folder = found if isinstance(found, Path) else None
+    tokenizer = Tokenizer.for_checkpoint(folder, model.config.vocab_size)
+    with sys.stdin if options.data == "-" else Path(options.data).open(encoding="utf-8") as lines:
+        examples = share_openings(list(read_examples(lines, tokenizer)))
+    result = evaluate(weights, replay(model, examples, pad=tokenizer.control.pad))
+    print(table(result))  # noqa: T201  # the result of a command
+    if options.json:
+        options.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
