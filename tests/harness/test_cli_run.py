@@ -204,7 +204,7 @@ def test_tests_without_a_verdict_make_a_void_trial_and_exit_3(tmp_path: Path) ->
     code, stdout, stderr = run("--task", folder, "--agent", "oracle", "--out", tmp_path / "out")
     assert code == 3
     assert "No valid trial of 1" in stdout
-    assert "only 0 of 1 trials are valid (void: verifier 1)" in stderr
+    assert "only 0 of 1 trials are valid (void: verifier 1): " in stderr
 
 
 @pytest.mark.docker

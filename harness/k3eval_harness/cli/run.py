@@ -294,7 +294,23 @@ def _exit(summary: JobSummary, threshold: float | None, min_coverage: float) -> 
     if summary.coverage is None or summary.coverage < min_coverage:
         causes = ", ".join(f"{cause} {n}" for cause, n in summary.void_causes.items()) or "not run"
         valid = f"{summary.passed + summary.failed} of {summary.planned}"
-        return fail(f"only {valid} trials are valid (void: {causes}); see {summary.results_dir}", Exit.VOID)
+        first = _first_void(Path(summary.results_dir))
+        return fail(
+            f"only {valid} trials are valid (void: {causes}){first}; see {summary.results_dir}", Exit.VOID
+        )
     if threshold is not None and (summary.score is None or summary.score < threshold):
         return fail(f"score {summary.score} is below the threshold {threshold:g}", Exit.THRESHOLD)
     return typer.Exit(int(Exit.OK))
+
+
+def _first_void(folder: Path) -> str:
+    """Why the first void trial is void, as the tail of a sentence; empty where nothing is written."""
+    from k3eval_harness.errors import UsageError
+    from k3eval_harness.results import load_job
+
+    try:
+        trials = load_job(folder).trials
+    except UsageError:
+        return ""
+    details = (" ".join(t.detail.split()) for t in trials if t.outcome == "void" and t.detail)
+    return next((f": {detail}" for detail in details), "")
