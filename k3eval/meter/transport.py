@@ -1,8 +1,10 @@
-"""The metered httpx transports, sync and async: any client that takes an httpx client is metered through them.
+"""The metered httpx transports, sync and async: any client that takes an httpx client is metered through
+them.
 
-Only input, output and waiting are here; what a call costs and how its bytes are read is in ``call``. Chat calls
-are metered and retried, every attempt is a ledger row; other requests pass through. A refusal of ours (budget,
-configuration) reaches a foreign client as an HTTP error that says so, and the typed client as an exception.
+Only input, output and waiting are here; what a call costs and how its bytes are read is in ``call``. Chat
+calls are metered and retried, every attempt is a ledger row; other requests pass through. A refusal of ours
+(budget, configuration) reaches a foreign client as an HTTP error that says so, and the typed client as an
+exception.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final, Protocol, cast
 from urllib.parse import urlsplit
@@ -134,6 +136,7 @@ class MeteredTransport(httpx.BaseTransport):
     ) -> None:
         self._core = _Core(provider, meter, RetryPolicy() if retry is None else retry)
         self._inner = httpx.HTTPTransport() if inner is None else inner
+        self._in_flight = _InFlight(self._inner.close)
         self._closed = threading.Event()
         self._sockets: weakref.WeakSet[_NetworkStream] = weakref.WeakSet()
 
@@ -163,18 +166,19 @@ class MeteredTransport(httpx.BaseTransport):
         self._closed.set()
         for stream in tuple(self._sockets):
             _shut(stream)
-        self._inner.close()
+        self._in_flight.close()
 
     def _try(self, call: Call, request: httpx.Request) -> httpx.Response:
         self._enter(call.gate)
         attempt = call.start()
         response: httpx.Response | None = None
         handed_over = False
+        self._in_flight.enter()
         try:
             response = self._inner.handle_request(request)
             attempt.began(response.status_code, response.headers)
             if call.stream and response.status_code < 300:
-                stream = _Stream(call, attempt, response)
+                stream = _Stream(call, attempt, response, self._in_flight.leave)
                 stream.peek()
                 handed_over = True
                 return httpx.Response(
@@ -201,6 +205,7 @@ class MeteredTransport(httpx.BaseTransport):
                 attempt.left()
                 if response is not None:
                     response.close()
+                self._in_flight.leave()
 
     def _lost(self, attempt: Try, error: Exception) -> TransportError:
         if self._closed.is_set():
@@ -242,10 +247,46 @@ class MeteredTransport(httpx.BaseTransport):
                     _shut(known)
 
 
+class _InFlight:
+    """Counts calls in flight, and closes the connections when the last one has left.
+
+    A descriptor that is closed while another thread waits on it can be given to a new connection at once;
+    the thread then waits on that one, and nothing wakes it.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._closing = False
+
+    def enter(self) -> None:
+        """A call begins."""
+        with self._lock:
+            self._calls += 1
+
+    def leave(self) -> None:
+        """A call has ended."""
+        with self._lock:
+            self._calls -= 1
+            last = self._closing and self._calls == 0
+        if last:
+            self._close()
+
+    def close(self) -> None:
+        """Close now, or when the last call leaves."""
+        with self._lock:
+            self._closing = True
+            idle = self._calls == 0
+        if idle:
+            self._close()
+
+
 class _Stream(httpx.SyncByteStream):
     """A reply's bytes on their way to the client, watched by the attempt."""
 
-    def __init__(self, call: Call, attempt: Try, response: httpx.Response) -> None:
+    def __init__(self, call: Call, attempt: Try, response: httpx.Response, left: Callable[[], None]) -> None:
+        self._left = left
         self._call = call
         self._attempt = attempt
         self._response = response
@@ -281,6 +322,8 @@ class _Stream(httpx.SyncByteStream):
     def close(self) -> None:
         self._attempt.left()
         self._response.close()
+        left, self._left = self._left, lambda: None
+        left()
 
 
 class AsyncMeteredTransport(httpx.AsyncBaseTransport):
@@ -419,7 +462,9 @@ class _AsyncStream(httpx.AsyncByteStream):
 
 
 def plain_transport(base_url: str) -> httpx.HTTPTransport:
-    """Return the transport under the meter: the environment's proxy, no connection limit, TLS only where used."""
+    """Return the transport under the meter: the environment's proxy, no connection limit, TLS only where
+    used.
+    """
     return httpx.HTTPTransport(
         verify=not base_url.startswith("http://"),  # loading certificates takes longer than a local call
         proxy=_proxy(base_url),
