@@ -12,7 +12,7 @@ for family in tasks/*/; do
     compgen -G "${family}*/task.toml" >/dev/null && ALL+=(--task "$(basename "$family")")
 done
 OUT=results/runs/demo-$(date -u +%Y%m%dT%H%M%SZ)
-CONCURRENCY=$(nproc)
+CONCURRENCY=$(($(nproc) + 1)) # trials wait for the engine now and then
 readonly ALL OUT CONCURRENCY
 
 step() { printf '\n'; say "$*"; }
