@@ -149,6 +149,10 @@ def test_overlap_and_gap_name_the_layers() -> None:
         K3Config.from_dict(with_linear(kda_layers=[1, 2, 3, 4]))
     with pytest.raises(ModelConfigError, match=r"\[2\] are in neither"):
         K3Config.from_dict(with_linear(kda_layers=[1, 3]))
+    with pytest.raises(
+        ModelConfigError, match=r"\[6, 7, 8, 9, 10, 11, 12, 13\] and 9+87 more are in neither"
+    ):
+        K3Config.from_dict(published(num_hidden_layers=10**12))
 
 
 @pytest.mark.parametrize("field", ["routed_expert_hidden_size", "moe_intermediate_size"])

@@ -248,6 +248,16 @@ def test_gradients_reach_every_parameter(forms: dict[str, str]) -> None:
     }
 
 
+def test_autocast_leaves_the_state_in_fp32() -> None:
+    model = shaken(A, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, state = model(random_ids(A, 2, 33), lengths=(33, 9), attn_res="two_phase")
+    assert isinstance(state.layers[0], KDAState)
+    assert state.layers[0].S.dtype == torch.float32
+    logits[0].float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_one_whole_model_gradcheck() -> None:
     model = shaken(TINY)
     ids = random_ids(TINY, 2, 3)

@@ -210,6 +210,13 @@ def _new_file(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def _bytes(count: int) -> str:
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
 def _show(name: str, found: ModelReport) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -226,9 +233,11 @@ def _show(name: str, found: ModelReport) -> None:
     )
     if found.break_even_tokens is not None:
         console.print(f"stores less than its all-MLA twin from {found.break_even_tokens:,} tokens on")
-    table = Table("context", "memory", "twin", "ratio", "decode bytes/token", "twin", "ratio")
+    table = Table("context", "memory", "twin", "ratio", "decode/token", "twin", "ratio")
     for row in found.contexts:
         memory, decode = row.memory / row.twin_memory, row.decode / row.twin_decode
-        cells = (row.context, row.memory, row.twin_memory, memory, row.decode, row.twin_decode, decode)
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int) else f"{cell:.3f}" for cell in cells))
+        cells = (row.memory, row.twin_memory, memory, row.decode, row.twin_decode, decode)
+        table.add_row(
+            f"{row.context:,}", *(_bytes(cell) if isinstance(cell, int) else f"{cell:.3f}" for cell in cells)
+        )
     console.print(table)

@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Literal
 
@@ -399,11 +400,13 @@ def _check_layers(config: K3Config) -> None:
         raise ModelConfigError(
             f"linear_attn_config: layers {overlap} are in both kda_layers and full_attn_layers"
         )
-    every = set(range(1, config.num_hidden_layers + 1))
-    gaps = sorted(every - set(linear.kda_layers) - set(linear.full_attn_layers))
-    if gaps:
+    listed = {*linear.kda_layers, *linear.full_attn_layers}
+    missing = config.num_hidden_layers - len(listed)
+    if missing:
+        gaps = list(islice((layer for layer in count(1) if layer not in listed), min(missing, 8)))
+        more = f" and {missing - 8} more" if missing > 8 else ""
         raise ModelConfigError(
-            f"linear_attn_config: layers {gaps} are in neither kda_layers nor full_attn_layers"
+            f"linear_attn_config: layers {gaps}{more} are in neither kda_layers nor full_attn_layers"
         )
 
 

@@ -215,11 +215,11 @@ class K3Model(nn.Module):
             raise ValueError(f"ids must have shape [B, T], not {tuple(ids.shape)}")
         return self._run(ids, state, lengths, form, mla, attn_res, observer)
 
-    def all_logits(self, ids: Tensor, segment: int = 512) -> Tensor:
+    def all_logits(self, ids: Tensor, segment: int = 4096) -> Tensor:
         """Logits [B, T, V] of a whole sequence at bounded memory: by segments with state hand-over."""
         state, parts = self.empty_state(ids.shape[0]), []
         for piece in ids.split(segment, dim=1):  # type: ignore[no-untyped-call]  # torch has no types for it
-            logits, state = self.forward(piece, state, mla="absorbed", attn_res="two_phase")
+            logits, state = self.forward(piece, state)
             parts.append(logits)
         return torch.cat(parts, dim=1)
 
