@@ -50,7 +50,7 @@ def engine(runner: FakeRunner) -> Iterator[EngineCore]:
 def assert_nothing_leaked(engine: EngineCore) -> None:
     stats = engine.stats()
     assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.running_pages == 0
+    assert (stats.running_pages, stats.promised_pages) == (0, 0)
     assert stats.free_slots == stats.total_slots
     assert stats.free_pages + stats.cached_pages == stats.total_pages
     engine.clear_cache()

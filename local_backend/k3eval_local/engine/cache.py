@@ -51,7 +51,8 @@ class CacheManager:
         self.index = PrefixIndex()
         self._runner = runner
         self._slots = list(range(self.layout.slots - 1, -1, -1))
-        self._promised = 0
+        self.promised_pages = 0
+        """Pages that running sequences may still take."""
 
     @property
     def free_slots(self) -> int:
@@ -85,7 +86,7 @@ class CacheManager:
         memory = SequenceMemory(
             self._slots.pop(), limit, hit.position if hit is not None else 0, pinned[:whole]
         )
-        self._promised += limit - whole
+        self.promised_pages += limit - whole
         try:
             if hit is None:
                 self._runner.reset_state(memory.slot)
@@ -119,7 +120,7 @@ class CacheManager:
         last = int(memory.table[-1]) if held else None
         fresh = self.pages.allocate(wanted - held, Holder.RUNNING, after=last, roomy=True)
         memory.table = np.concatenate((memory.table, fresh))
-        self._promised -= len(fresh)
+        self.promised_pages -= len(fresh)
 
     def row(self, memory: SequenceMemory, cached: int) -> Row:
         """The sequence as the runner sees it."""
@@ -150,7 +151,7 @@ class CacheManager:
 
     def release(self, memory: SequenceMemory) -> None:
         """Returns the slot and the pages; what checkpoints hold stays."""
-        self._promised -= memory.limit - len(memory.table)
+        self.promised_pages -= memory.limit - len(memory.table)
         self.pages.release(memory.table, Holder.RUNNING)
         self._slots.append(memory.slot)
 
@@ -164,7 +165,7 @@ class CacheManager:
         pages = hit.pages if hit is not None else np.empty(0, dtype=np.int32)
         whole = hit.position // self.layout.page_tokens if hit is not None else 0
         self.pages.retain(pages, Holder.RUNNING)
-        if self.pages.free + self.pages.evictable - self._promised >= limit - whole:
+        if self.pages.free + self.pages.evictable - self.promised_pages >= limit - whole:
             return pages
         self.pages.release(pages, Holder.RUNNING)
         return None

@@ -41,6 +41,8 @@ class EngineStats:
     running_pages: int
     cached_pages: int
     """Pages that only checkpoints hold: evicted when needed."""
+    promised_pages: int
+    """Pages that running sequences may still take."""
     page_bytes: int
     total_slots: int
     free_slots: int
@@ -171,6 +173,7 @@ class EngineCore:
             free_pages=pages.free,
             running_pages=pages.running,
             cached_pages=pages.evictable,
+            promised_pages=self._cache.promised_pages,
             page_bytes=self.layout.page_bytes,
             total_slots=self.layout.slots,
             free_slots=self._cache.free_slots,
