@@ -165,3 +165,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m k3eval_local.
 
 if __name__ == "__main__":
     main()
+    # Everything is closed by now; the interpreter's own end would spend 0.7 s on unloading torch.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
