@@ -162,8 +162,9 @@ machine. Weights and data from fixed seeds.
 
 ## Sparsity 56: 112 experts, 2 a token, 4 MoE layers
 
-1024 tokens a step, {ROUTING_STEPS} steps: 18.3 tokens an expert at uniform load. Idle: experts, of 448, without
-a token in {WINDOW} steps. Busiest: its load over the mean, in the worst layer. Loss: mean of the last {WINDOW}.
+1024 tokens a step, {ROUTING_STEPS} steps: 18.3 tokens an expert at uniform load. Idle: experts, of 448,
+without a token in {WINDOW} steps. Busiest: its load over the mean, in the worst layer. Loss: mean of the
+last {WINDOW}.
 
 | routing | idle, first {WINDOW} | idle, last {WINDOW} | busiest, step 0 | median, last {WINDOW} | loss |
 |---|---|---|---|---|---|

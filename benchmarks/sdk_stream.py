@@ -1,10 +1,10 @@
 """Client CPU of the SDK, beside the ``openai`` package on the same bytes, and start-up times.
 
-    python benchmarks/sdk_stream.py [--out results] [--repeats 7] [--chunks 3000]
+python benchmarks/sdk_stream.py [--out results] [--repeats 7] [--chunks 3000]
 
-Every figure is a ratio inside one interleaved run: the contestants take turns, user + system CPU of the client
-process is counted (``getrusage``), the median of the repeats is reported. The server is another process, which sends
-pre-rendered bytes. Writes ``sdk-bench.md`` and ``sdk-bench.json``.
+Every figure is a ratio inside one interleaved run: the contestants take turns, user + system CPU of the
+client process is counted (``getrusage``), the median of the repeats is reported. The server is another
+process, which sends pre-rendered bytes. Writes ``sdk-bench.md`` and ``sdk-bench.json``.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def stream_contest(url: str, chunks: int, repeats: int) -> list[Row]:
     """Typed events and meter of ours, ``openai`` bare, ``openai`` on our meter."""
     import openai
 
-    from k3eval import K3, Meter, Message, openai_client
+    from k3eval import K3, Message, Meter, openai_client
 
     ours = K3("compatible", MODEL, base_url=url, meter=Meter())
     bare = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -207,7 +207,7 @@ def request_contest(url: str, repeats: int) -> list[Row]:
     """One request that is not streamed."""
     import openai
 
-    from k3eval import K3, Meter, Message
+    from k3eval import K3, Message, Meter
 
     ours = K3("compatible", MODEL, base_url=url, meter=Meter())
     bare = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
@@ -346,13 +346,14 @@ def write(rows: Sequence[Row], out: Path, command: str) -> None:
         "| comparison | contestant | median | range | unit |",
         "|---|---|---|---|---|",
         *(
-            f"| {row.comparison} | {row.contestant} | {row.median:.2f} | {row.low:.2f} - {row.high:.2f} | {row.unit} |"
+            f"| {row.comparison} | {row.contestant} | {row.median:.2f}"
+            f" | {row.low:.2f} - {row.high:.2f} | {row.unit} |"
             for row in rows
         ),
         "",
     ]
     (out / "sdk-bench.md").write_text("\n".join(lines), encoding="utf-8")
-    print("\n".join(lines))
+    print("\n".join(lines))  # noqa: T201 - a script's own output
 
 
 def main() -> None:

@@ -64,8 +64,8 @@ _HOMES = {
     ),
     "k3eval.events": ("End", "ReasoningDelta", "StreamEvent", "TextDelta", "ToolCallDelta", "UsageUpdate"),
     "k3eval.interop": (
-        "async_openai_client", "metered_async_http_client", "metered_async_httpx2_client", "metered_http_client",
-        "metered_httpx2_client", "openai_client",
+        "async_openai_client", "metered_async_http_client", "metered_async_httpx2_client",
+        "metered_http_client", "metered_httpx2_client", "openai_client",
     ),
     "k3eval.messages": ("Message", "Reasoning", "ToolCall"),
     "k3eval.meter.ledger": ("Budget", "Ledger"),

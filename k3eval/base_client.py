@@ -1,4 +1,6 @@
-"""What the sync and the async client share: options, building of requests, reading of results. No input or output."""
+"""What the sync and the async client share: options, building of requests, reading of results. No input or
+output.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ class BaseClient:
 
     @classmethod
     def from_ref(cls, ref: ModelRef, **options: Unpack[ClientOptions]) -> Self:
-        """Return a client for a model named as on the command line; ``base_url`` overrides the reference's."""
+        """Return a client for a model named as on the command line; ``base_url`` wins over its own."""
         options.setdefault("base_url", ref.base_url)
         if options["base_url"] is None:
             options["base_url"] = ref.base_url
@@ -229,6 +231,7 @@ class BaseClient:
         )
 
     def prepare(self, request: ChatRequest) -> tuple[httpx.Request, CallContext]:
+        """Write a call down for the transport; refuses what cannot be sent or cannot fit."""
         import httpx
 
         from k3eval.meter.call import CallContext
@@ -273,10 +276,12 @@ class BaseClient:
         tokens = count_locally(request.messages, request.tools).lower_bound
         if tokens > context:
             raise ContextOverflowError(
-                f"the prompt has at least {tokens} tokens, {self.model} takes {context}; shorten the conversation"
+                f"the prompt has at least {tokens} tokens, {self.model} takes {context};"
+                " shorten the conversation"
             )
 
     def completion_of(self, context: CallContext) -> Completion:
+        """Return what the transport left in a call's context."""
         reply, timing = context.reply, context.timing
         if reply is None or timing is None or not context.attempts:
             raise ProtocolError("the transport gave no reply; it was not built for this client")
@@ -310,6 +315,7 @@ class BaseClient:
         return replace(request, tool_choice="auto")
 
     def plain(self, method: str, path: str, body: JsonObject | None = None) -> httpx.Request:
+        """Return a request to another endpoint than chat."""
         import httpx
 
         return httpx.Request(
@@ -321,6 +327,7 @@ class BaseClient:
         )
 
     def read_plain(self, response: httpx.Response, body: bytes) -> JsonObject:
+        """Read its reply; raises the host's error."""
         if response.status_code >= 300:
             raise self.provider.error(
                 response.status_code,
@@ -336,18 +343,21 @@ class BaseClient:
             ) from error
 
     def estimate_body(self, messages: Sequence[Message], tools: Tools) -> JsonObject:
+        """Return the body with which the host's token counter is asked."""
         body = self.provider.body(
             ChatRequest(model=self.model, messages=messages, tools=specs_of(tools)), self.meter.notices
         )
         return {key: body[key] for key in ("model", "messages", "tools") if key in body}
 
     def read_estimate(self, data: JsonObject) -> TokenCount:
+        """Read its answer."""
         total = as_int((as_object(data.get("data")) or {}).get("total_tokens"))
         if total is None:
             raise ProtocolError(f"{self.provider.name} gave no token estimate")
         return TokenCount(total, "host", 0.0)
 
     def balance_path(self) -> str:
+        """Return where the account's balance stands; ``ConfigError`` where the host has none."""
         if self.provider.balance_path is None:
             raise ConfigError(f"{self.provider.name} has no balance to ask for")
         return self.provider.balance_path

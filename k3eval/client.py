@@ -1,7 +1,7 @@
 """The typed clients: ``K3`` and ``AsyncK3``. Chat, stream, tool loop, and what there is to ask of a host.
 
-One client may be shared by all threads. Both stand on the metered transport; what is not input or output is in
-``BaseClient``, so the two differ in nothing but waiting.
+One client may be shared by all threads. Both stand on the metered transport; what is not input or output is
+in ``BaseClient``, so the two differ in nothing but waiting.
 """
 
 from __future__ import annotations

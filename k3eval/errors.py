@@ -41,7 +41,8 @@ class K3EvalError(Exception):
         super().__init__(self.message)
         self.request_id = request_id
         self.request = None if request is None else redact(request)
-        """The request in short, without keys and without content: ``POST host/path model=... messages=...``."""
+        """The request in short, without keys and without content: ``POST host/path model=... messages=...``.
+        """
 
 
 class ConfigError(K3EvalError):

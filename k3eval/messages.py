@@ -17,11 +17,13 @@ from k3eval.jsontypes import JsonObject, JsonValue, as_object, as_str, read_json
 Role = Literal["system", "user", "assistant", "tool", "developer"]
 ReasoningMember = Literal["reasoning_content", "reasoning"]
 Content: TypeAlias = "str | tuple[Mapping[str, JsonValue], ...] | None"
-"""Text, or content parts (``{"type": "text", ...}``, ``{"type": "image_url", ...}``) as they go on the wire."""
+"""Text, or content parts (``{"type": "text", ...}``, ``{"type": "image_url", ...}``) as they go on the wire.
+"""
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 _KNOWN = {
-    "role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "reasoning_details",
+    "role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning",
+    "reasoning_details",
 }  # fmt: skip
 
 
@@ -61,7 +63,7 @@ class ToolCall:
 
     @classmethod
     def from_json(cls, data: JsonValue) -> ToolCall:
-        """Read the wire form. Missing members become empty strings; arguments sent as an object become text."""
+        """Read the wire form. Missing members become empty strings, arguments sent as an object text."""
         call = as_object(data) or {}
         function = as_object(call.get("function")) or {}
         arguments = function.get("arguments")

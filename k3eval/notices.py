@@ -1,4 +1,5 @@
-"""Warnings that matter, each given once: privacy of a host, a stale price, an output cap that may leave no answer.
+"""Warnings that matter, each given once: privacy of a host, a stale price, an output cap that may leave no
+answer.
 
 They go to Python's ``warnings`` as ``K3EvalWarning`` unless a client is given its own ``notify``.
 """
@@ -23,7 +24,8 @@ class Notice:
     """One warning."""
 
     code: str
-    """Stable word: ``privacy``, ``stale_price``, ``small_cap``, ``one_at_a_time``, ``pinned_sampling``, ..."""
+    """Stable word: ``privacy``, ``stale_price``, ``small_cap``, ``one_at_a_time``, ``pinned_sampling``, ...
+    """
     message: str
 
 

@@ -1,8 +1,9 @@
-"""JSON schemas in the dialect that Moonshot accepts: flattened where that is possible, refused where it is not.
+"""JSON schemas in the dialect that Moonshot accepts: flattened where that is possible, refused where it is
+not.
 
-The dialect (vendor documents): the root is an object; every property has a type or an ``anyOf`` and never both;
-``$ref`` stands alone and points into ``#/$defs``; ``required`` names properties that exist; no tuple items.
-Checked before the first paid call, because a refused tool list costs a whole trial.
+The dialect (vendor documents): the root is an object; every property has a type or an ``anyOf`` and never
+both; ``$ref`` stands alone and points into ``#/$defs``; ``required`` names properties that exist; no tuple
+items. Checked before the first paid call, because a refused tool list costs a whole trial.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _JSON_TYPES: Final = ("null", "boolean", "integer", "number", "string", "array",
 
 
 def check_tools(tools: Sequence[ToolSpec]) -> tuple[ToolSpec, ...]:
-    """Return the tools, sorted by name and with flattened schemas; ``SchemaError`` names what cannot be sent."""
+    """Return the tools, sorted and with flattened schemas; ``SchemaError`` names what cannot be sent."""
     if len(tools) > MAX_TOOLS:
         raise SchemaError(f"{len(tools)} tools given; the host accepts {MAX_TOOLS}")
     names = [spec.name for spec in tools]
@@ -284,9 +285,11 @@ def _check(node: Mapping[str, JsonValue], where: str, names: set[str], problems:
         else:
             problems.append(f"{at}.{name}: expected a schema")
     required = node.get("required")
-    for name in required if isinstance(required, list) else ():
-        if name not in children:
-            problems.append(f"{at}: required names {name!r}, which is no property")
+    problems.extend(
+        f"{at}: required names {name!r}, which is no property"
+        for name in (required if isinstance(required, list) else ())
+        if name not in children
+    )
     items = node.get("items")
     if isinstance(items, list) or "prefixItems" in node:
         problems.append(f"{at}: tuple items")

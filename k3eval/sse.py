@@ -1,7 +1,8 @@
 """Server-sent events from bytes: any split into packets gives the same events.
 
 Lines end at LF, CR or CRLF and nowhere else (``str.splitlines`` also breaks at U+0085 and U+2028, which occur
-inside model text). Bytes are split first and decoded line by line, so a character cut by a packet is never seen.
+inside model text). Bytes are split first and decoded line by line, so a character cut by a packet is never
+seen.
 """
 
 from __future__ import annotations

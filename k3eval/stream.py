@@ -1,8 +1,9 @@
 """Bytes of a streamed reply to typed events, and to the whole message.
 
-Sans-io: ``feed`` takes bytes with their arrival time, whoever read them. Tolerates what hosts really send: deltas
-without index or id, whole messages in place of deltas, a finish repeated with the usage, nulls everywhere, errors
-inside the stream. A stream is complete only after a finish reason and (``[DONE]`` or usage); ``Reply.complete`` says so.
+Sans-io: ``feed`` takes bytes with their arrival time, whoever read them. Tolerates what hosts really send:
+deltas without index or id, whole messages in place of deltas, a finish repeated with the usage, nulls
+everywhere, errors inside the stream. A stream is complete only after a finish reason and (``[DONE]`` or
+usage); ``Reply.complete`` says so.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def normal_finish(raw: str | None) -> str | None:
 
 
 class _Text:
-    """Pieces of one text, joined at the end. Recognises a host that repeats the text so far in every piece."""
+    """Pieces of one text, joined at the end. Recognises a host that repeats the text so far each time."""
 
     __slots__ = ("_cumulative", "_last", "pieces")
 
@@ -196,7 +197,7 @@ class MessageBuilder:
     def _add_details(
         self, details: JsonValue, delta: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]
     ) -> int:
-        """Keep the structured details; their text counts only where the delta has no plain text beside them."""
+        """Keep the structured details; their text counts only where there is no plain text beside them."""
         fresh = [item for item in details if isinstance(item, dict)] if isinstance(details, list) else []
         _merge_details(self._details, fresh)
         if delta.get("reasoning_content") or delta.get("reasoning"):
@@ -247,7 +248,8 @@ class StreamDecoder:
     """Full decoder of one streamed reply: typed events out, the whole reply at the end."""
 
     __slots__ = (
-        "_builder", "_done", "_ended", "_events", "_finish", "_id", "_model", "_raw", "_served_by", "_sse", "_usage",
+        "_builder", "_done", "_ended", "_events", "_finish", "_id", "_model", "_raw", "_served_by", "_sse",
+        "_usage",
         "error", "first_event_chars", "first_token_ns", "last_token_ns", "token_events", "total_chars",
     )  # fmt: skip
 
@@ -384,7 +386,7 @@ class StreamDecoder:
 
 
 def read_reply(payload: Mapping[str, JsonValue], headers: Mapping[str, str]) -> Reply:
-    """Read a whole (not streamed) chat completion. ``ProtocolError`` where there is neither choice nor error."""
+    """Read a reply that came in one piece; ``ProtocolError`` where it has neither choice nor error."""
     usage = UsageFinder()
     usage.see(payload)
     usage.see_headers(headers)

@@ -1,12 +1,13 @@
 """Fakes for tests of code that calls K3: no network, no key, no patching. All serve sync and async clients.
 
-``ScriptedTransport`` plays the replies it is given; ``ChaosTransport`` disturbs another transport, the same way for
-the same seed; ``RecordingTransport`` writes exchanges down and ``ReplayTransport`` plays them back.
+``ScriptedTransport`` plays the replies it is given; ``ChaosTransport`` disturbs another transport, the same
+way for the same seed; ``RecordingTransport`` writes exchanges down and ``ReplayTransport`` plays them back.
 Pass one as ``transport=`` to ``K3``, ``AsyncK3``, ``openai_client`` or ``metered_http_client``.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -116,7 +117,7 @@ def events(chunks: Iterable[JsonObject], *, done: bool = True, cut: bool = False
 
 
 def failure(status: int, error: JsonObject | str, **headers: str) -> Reply:
-    """Return an error reply: an error object, or a page as it stands. ``retry_after="1"`` becomes a header."""
+    """Return an error reply: an error object, or a page as it is. ``retry_after="1"`` becomes a header."""
     body = error.encode() if isinstance(error, str) else write_json({"error": error})
     kind = "text/html" if isinstance(error, str) else "application/json"
     named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -154,7 +155,7 @@ class _Fake(httpx.BaseTransport, httpx.AsyncBaseTransport):
 
 
 class ScriptedTransport(_Fake):
-    """Plays answers in order; the last one repeats when ``repeat`` is set. ``requests`` holds what came in."""
+    """Plays answers in order, the last one again with ``repeat``. ``requests`` holds what came in."""
 
     def __init__(self, *script: Answer, repeat: bool = False) -> None:
         self._script = script
@@ -198,7 +199,7 @@ class ChaosProfile:
 class ChaosTransport(_Fake):
     """Disturbs the replies of another fake; the n-th call is disturbed the same way for the same seed."""
 
-    def __init__(self, inner: _Fake, seed: int, profile: ChaosProfile = ChaosProfile()) -> None:  # noqa: B008 - a frozen value
+    def __init__(self, inner: _Fake, seed: int, profile: ChaosProfile = ChaosProfile()) -> None:
         self._inner = inner
         self._seed = seed
         self._profile = profile
@@ -262,7 +263,7 @@ def packets(body: bytes, dice: random.Random) -> tuple[bytes, ...]:
     """Cut bytes at random places."""
     count = dice.randrange(0, min(len(body), 40) + 1)
     places = sorted({0, len(body), *(dice.randrange(0, len(body) + 1) for _ in range(count))})
-    return tuple(body[a:b] for a, b in zip(places, places[1:], strict=False))
+    return tuple(body[a:b] for a, b in itertools.pairwise(places))
 
 
 class RecordingTransport(httpx.BaseTransport):

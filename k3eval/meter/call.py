@@ -1,7 +1,8 @@
 """One metered call, without input or output: plan, reserve, watch the bytes, settle, classify.
 
-The sync and the async transport drive the same two classes. A ``Call`` is what the caller asked for; a ``Try`` is
-one attempt at it, written to the ledger before it is sent and after it ended, whatever happens in between.
+The sync and the async transport drive the same two classes. A ``Call`` is what the caller asked for; a
+``Try`` is one attempt at it, written to the ledger before it is sent and after it ended, whatever happens in
+between.
 """
 
 from __future__ import annotations
@@ -58,16 +59,29 @@ class Observer(Protocol):
     """What watches the bytes of a streamed reply."""
 
     @property
-    def first_token_ns(self) -> int | None: ...
+    def first_token_ns(self) -> int | None:
+        """Arrival of the first generated text."""
+
     @property
-    def started(self) -> bool: ...
+    def started(self) -> bool:
+        """Whether any event has been seen."""
+
     @property
-    def complete(self) -> bool: ...
+    def complete(self) -> bool:
+        """Whether the reply ended as the wire format says."""
+
     @property
-    def error(self) -> Mapping[str, JsonValue] | None: ...
-    def feed(self, data: bytes, at_ns: int) -> None: ...
-    def finish(self, at_ns: int) -> None: ...
-    def reply(self, headers: Mapping[str, str]) -> Reply: ...
+    def error(self) -> Mapping[str, JsonValue] | None:
+        """The error object of a stream that failed."""
+
+    def feed(self, data: bytes, at_ns: int) -> None:
+        """Take bytes that arrived at ``at_ns``."""
+
+    def finish(self, at_ns: int) -> None:
+        """Take the end of the bytes."""
+
+    def reply(self, headers: Mapping[str, str]) -> Reply:
+        """Return the reply so far."""
 
 
 @dataclass(slots=True)
@@ -214,19 +228,18 @@ class Call:
         once = self.meter.notices.once
         if self.provider.privacy is not None:
             once("privacy", self.host, self.provider.privacy)
-        for row in self.rows:
-            self.meter.check_age(row)
+        self.meter.check_age(self.rows)
         if is_k3_family(self.model) and self.max_output < SMALL_CAP and _effort(body) in (None, "max"):
             once(
                 "small_cap",
                 self.host,
-                f"max_output={self.max_output} counts reasoning too: at the highest effort the answer may be empty;"
-                f" allow {SMALL_CAP} or more, or lower the effort",
+                f"max_output={self.max_output} counts reasoning too: at the highest effort the answer may be"
+                f" empty; allow {SMALL_CAP} or more, or lower the effort",
             )
 
 
 class Try:
-    """One attempt. It is settled once, by whichever comes first, and gives its place at the gate back then."""
+    """One attempt. It is settled once, by whatever comes first, and then gives its place back."""
 
     def __init__(self, call: Call, reservation: Reservation) -> None:
         self.call = call
@@ -515,13 +528,14 @@ class Try:
                 self.call.meter.notices.once(
                     "billed_differs",
                     cost.price_row or self.call.host,
-                    f"{self.call.host} billed {plain(cost.billed)}, the price row gives {plain(cost.computed)}",
+                    f"{self.call.host} billed {plain(cost.billed)},"
+                    f" the price row gives {plain(cost.computed)}",
                 )
         return notes
 
 
 def further_tries(error: BaseException) -> int | None:
-    """Return how often an error may be tried again: 0 never, 1 once, ``None`` as often as the policy allows."""
+    """Return how often an error may be tried again: 0, 1, or ``None`` for as the policy allows."""
     if isinstance(error, QuotaExceededError | BudgetExceededError | StreamInterruptedError):
         return 0
     if isinstance(error, ServerError) and error.status in _TIMED_OUT:

@@ -1,8 +1,8 @@
 """How many calls of one account may run at a time, and how fast: learned from the host's refusals.
 
 Sans-io: callers ask for a place, poll, and sleep as told, in threads or in tasks. Places are given in order.
-A host that states its limit is believed; one that only says "too many" is asked one call at a time at first, and
-more once it has accepted a while. A quota that is used up closes the gate: nobody sends anything more.
+A host that states its limit is believed; one that only says "too many" is asked one call at a time at first,
+and more once it has accepted a while. A quota that is used up closes the gate: nobody sends anything more.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The metered transports for httpx2, the successor that newer libraries want: a thin translation, nothing metered here.
+"""The metered transports for httpx2, the successor that newer libraries want: a thin translation, nothing
+metered here.
 
-Requests are handed to the httpx transport; replies, streams and exceptions are handed back under httpx2's names.
+Requests are handed to the httpx transport; replies, streams and exceptions are handed back under httpx2's
+names.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from k3eval.results import Attempt, AttemptState, Cost, Totals
 _VERSION: Final = 1
 _WAIT_S: Final = 30.0
 _COLUMNS: Final = (
-    "call_id", "number", "scope", "started_at", "ended_at", "state", "provider", "host", "model", "status", "error",
-    "request_id", "finish_reason", "served_by", "miss", "cache_read", "cache_write", "output_text",
+    "call_id", "number", "scope", "started_at", "ended_at", "state", "provider", "host", "model", "status",
+    "error", "request_id", "finish_reason", "served_by", "miss", "cache_read", "cache_write", "output_text",
     "output_reasoning", "billed", "computed", "ideal_cache", "currency", "price_row", "held", "notes",
     "cache_miss_reason", "seconds", "ttft_seconds",
 )  # fmt: skip
@@ -54,8 +54,8 @@ CREATE TABLE IF NOT EXISTS holdings (
 class Budget:
     """A limit on money, tokens or both. No call starts that could break it.
 
-    It counts every attempt that the ledger holds under ``scope``, from whichever process: settled ones at their
-    cost, running and lost ones at their worst case.
+    It counts every attempt that the ledger holds under ``scope``, from whichever process: settled ones at
+    their cost, running and lost ones at their worst case.
     """
 
     max_cost: Decimal | None = None
@@ -100,7 +100,7 @@ class Ledger:
         return (Path(base) if base else Path.home() / ".local" / "share") / "k3eval" / "ledger.sqlite"
 
     def reserve(self, attempt: Attempt, *, tokens: int, budget: Budget | None) -> Reservation:
-        """Write an attempt down before it is sent. ``BudgetExceededError`` where it could break the budget."""
+        """Write an attempt down before it is sent; ``BudgetExceededError`` if it could break the budget."""
         pico = _pico(attempt.held)
         with self._transaction() as db:
             if budget is not None:
@@ -281,10 +281,7 @@ def totals(attempts: Iterable[Attempt]) -> Totals:
         Cost(kept.get("billed"), kept.get("computed"), kept.get("ideal_cache"), currency)
         for currency, kept in sorted(sums.items())
     )
-    if len(by_currency) == 1:
-        cost = by_currency[0]
-    else:
-        cost = Cost(currency="mixed" if by_currency else "USD")
+    cost = by_currency[0] if len(by_currency) == 1 else Cost(currency="mixed" if by_currency else "USD")
     return Totals(total_usage(usages), cost, len(calls), count, unknown, by_currency)
 
 
@@ -367,8 +364,12 @@ def _values(attempt: Attempt) -> tuple[_Cell, ...]:
     counters: tuple[int | None, ...] = (None,) * 5
     if usage is not None:
         counters = (
-            usage.miss, usage.cache_read, usage.cache_write, usage.output_text, usage.output_reasoning
-        )  # fmt: skip
+            usage.miss,
+            usage.cache_read,
+            usage.cache_write,
+            usage.output_text,
+            usage.output_reasoning,
+        )
     return (
         attempt.call_id, attempt.number, attempt.scope, attempt.started_at, attempt.ended_at, attempt.state,
         attempt.provider, attempt.host, attempt.model, attempt.status, attempt.error, attempt.request_id,
@@ -420,7 +421,7 @@ def _attempt(row: tuple[_Cell, ...]) -> Attempt:
             amount("ideal_cache"),
             str(cell["currency"]),
             text("price_row"),
-        ),  # fmt: skip
+        ),
         held=amount("held"),
         notes=tuple(str(cell["notes"]).split()),
         cache_miss_reason=text("cache_miss_reason"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from datetime import UTC, date, datetime
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 from k3eval.meter.cache import PrefixWatch
 from k3eval.meter.gate import HostGate
@@ -17,8 +17,9 @@ from k3eval.results import Attempt, Totals
 class Meter:
     """Counts what calls cost. Share one among all clients and threads of a job.
 
-    ``ledger``: a file to keep the rows in; in memory when not given. ``budget``: a limit over all calls in that
-    ledger. ``prices``: other prices than the bundled ones. ``concurrency``: most calls at a time to one account.
+    ``ledger``: a file to keep the rows in; in memory when not given. ``budget``: a limit over all calls in
+    that ledger. ``prices``: other prices than the bundled ones. ``concurrency``: most calls at a time to one
+    account.
     """
 
     def __init__(
@@ -68,14 +69,14 @@ class Meter:
         with self._lock:
             self._own.append(attempt)
 
-    def check_age(self, row: PriceRow) -> None:
-        """Warn once about a price row that nobody has checked for two months."""
-        today: date = self.now().date()
-        age = row.age_days(today)
-        if age > STALE_DAYS:
+    def check_age(self, rows: Sequence[PriceRow]) -> None:
+        """Warn once about prices that nobody has checked for two months."""
+        today = self.now().date()
+        oldest = max(rows, key=lambda row: row.age_days(today), default=None)
+        if oldest is not None and oldest.age_days(today) > STALE_DAYS:
             self.notices.once(
                 "stale_price",
-                row.label,
-                f"the price of {row.model} at {row.host} was checked {age} days ago ({row.checked_on});"
-                " computed costs may be off",
+                f"{oldest.host}/{oldest.model}",
+                f"the price of {oldest.model} at {oldest.host} was checked {oldest.age_days(today)} days ago"
+                f" ({oldest.checked_on}); computed costs may be off",
             )

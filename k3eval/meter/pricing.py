@@ -1,7 +1,8 @@
 """What a call costs: dated price rows bound to host and model, in ``Decimal``, unknown as ``None``.
 
 Formula (per million, each term clamped at 0):
-``(prompt - read - write)*input + write_5m*w5m + write_1h*w1h + read*cache_read + output*output + searches*fee``.
+``(prompt - read - write)*input + write_5m*w5m + write_1h*w1h + read*cache_read + output*output
++ searches*fee``.
 Reasoning is part of the output. A host without a cache-read price charges cached tokens in full.
 """
 

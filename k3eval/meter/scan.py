@@ -1,7 +1,8 @@
 """A cheap look at a stream that another client decodes: usage, finish, errors, first and last token.
 
-Only events that can matter are parsed: those until the first token, and those that mention usage, an error or a
-finish reason. The others are counted. That keeps the meter under a foreign client at a few per cent of its cost.
+Only events that can matter are parsed: those until the first token, and those that mention usage, an error or
+a finish reason. The others are counted. That keeps the meter under a foreign client at a few per cent of its
+cost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _MARKS = (b'"finish_reason":"', b'"finish_reason": "', b'"usage":{', b'"usage": 
 class StreamScanner:
     """Same interface as ``StreamDecoder``, without the message."""
 
-    __slots__ = ("_full", "_sse", "_skipped", "last_token_ns")
+    __slots__ = ("_full", "_skipped", "_sse", "last_token_ns")
 
     def __init__(self) -> None:
         self._sse = SseParser()

@@ -27,7 +27,9 @@ class Group:
 
 
 def find_ledger(path: str | os.PathLike[str] | None) -> Path:
-    """Return the ledger that a user means: a file, the folder of a run, or the default; ``ConfigError`` if none."""
+    """Return the ledger that a user means: a file, the folder of a run, or the default; ``ConfigError`` if
+    none.
+    """
     found = Ledger.default_path() if path is None else Path(path).expanduser()
     if found.is_dir():
         found = found / LEDGER_NAME

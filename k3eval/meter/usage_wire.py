@@ -1,7 +1,8 @@
 """Reads usage from replies: four places, three names for cached tokens, and the rule for several objects.
 
-Sources: the hosts' published API documents. The last object with a prompt count wins; a zero or null object never
-replaces it; objects are never added. A figure that is absent stays unknown (``None``), which is not zero.
+Sources: the hosts' published API documents. The last object with a prompt count wins; a zero or null object
+never replaces it; objects are never added. A figure that is absent stays unknown (``None``), which is not
+zero.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def provider_named(name: str, base_url: str | None = None) -> Provider:
-    """Return the provider of a name, at another address when one is given; ``ConfigError`` names the known ones."""
+    """Return the provider of a name, at another address when one is given; ``ConfigError`` names the known
+    ones.
+    """
     from dataclasses import replace
 
     if name == "compatible":

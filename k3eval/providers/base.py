@@ -1,7 +1,7 @@
 """What a provider states about itself: data, and a few hooks where hosts differ in behaviour.
 
-A provider knows how its host wants a request written, how it words errors, and where it puts what else matters
-(request id, serving host, balance). It does no input or output.
+A provider knows how its host wants a request written, how it words errors, and where it puts what else
+matters (request id, serving host, balance). It does no input or output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ FIXED_SAMPLING: Final[Mapping[str, float]] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
 }
-"""What every K3 model fixes; another value is refused by its hosts. The rule is the model's, not the route's."""
+"""What every K3 model fixes; another value is refused by its hosts. The rule is the model's, not the route's.
+"""
 
 _OVERFLOW: Final = re.compile(
     r"exceeded model token limit|input token length too long|maximum context length|context_length_exceeded"
@@ -113,7 +114,9 @@ class Provider:
     # -- requests ---------------------------------------------------------------------------------
 
     def body(self, request: ChatRequest, notices: Notices) -> JsonObject:
-        """Return the request body: stable order, tools sorted, no clock. ``ConfigError`` for what cannot be sent."""
+        """Return the request body: stable order, tools sorted, no clock. ``ConfigError`` for what cannot be
+        sent.
+        """
         data: JsonObject = {"model": request.model}
         tools = self.tools(request)
         if tools:
@@ -159,8 +162,8 @@ class Provider:
         return tuple(sorted(request.tools, key=lambda spec: spec.name))
 
     def message(self, message: Message, request: ChatRequest, number: int) -> JsonObject:
-        """Return a message as this host wants it sent."""
-        return message.to_json()
+        """Return a message as this host wants it sent; members that a host sent as null stay away."""
+        return {name: value for name, value in message.to_json().items() if value is not None}
 
     def response_format(self, value: Mapping[str, JsonValue]) -> JsonObject:
         """Return the answer format, its schema in the host's dialect."""
@@ -338,7 +341,7 @@ def _drop_fixed_sampling(data: JsonObject, notices: Notices) -> None:
             notices.once(
                 "pinned_sampling",
                 name,
-                f"K3 fixes {name} at {fixed}; {name}={value} was not sent. Results of K3 vary from call to call",
+                f"K3 fixes {name} at {fixed}; {name}={value} was not sent. Results vary from call to call",
             )
 
 

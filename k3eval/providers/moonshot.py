@@ -1,4 +1,4 @@
-"""Moonshot's own platform: an international and a China service with the same contract and separate accounts."""
+"""Moonshot's own platform: an international and a China service, same contract, separate accounts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Moonshot(Provider):
     estimate_path: ClassVar[str | None] = "/tokenizers/estimate-token-count"
 
     def message(self, message: Message, request: ChatRequest, number: int) -> JsonObject:
-        """Replay reasoning as ``reasoning_content``; leave out what the host refuses (empty turns and parts)."""
-        data = message.to_json()
+        """Replay reasoning as ``reasoning_content``; leave out empty turns and parts, as the host wants."""
+        data = super().message(message, request, number)
         if message.role == "assistant":
             for member in ("reasoning", "reasoning_details"):
                 data.pop(member, None)
@@ -52,7 +52,7 @@ class Moonshot(Provider):
         return data
 
     def extend(self, data: JsonObject, request: ChatRequest, notices: Notices) -> None:
-        """Effort and cache life. Thinking is switched by one member only: which of two wins is undocumented."""
+        """Effort and cache life. One member switches thinking: which of two would win is undocumented."""
         if request.effort == "off":
             data["thinking"] = {"type": "disabled"}
         elif request.effort is not None:

@@ -28,7 +28,7 @@ class OpenRouter(Provider):
 
     def message(self, message: Message, request: ChatRequest, number: int) -> JsonObject:
         """Replay ``reasoning_details`` unchanged where they exist, else the text as ``reasoning``."""
-        data = message.to_json()
+        data = super().message(message, request, number)
         if message.role != "assistant":
             return data
         for member in ("reasoning_content", "reasoning"):

@@ -1,4 +1,5 @@
-"""Replies as hosts send them, made by hand: ids and numbers are invented. Raw text, because bytes are what is tested."""
+"""Replies as hosts send them, made by hand: ids and numbers are invented. Raw text, because bytes are what is
+tested."""
 
 from __future__ import annotations
 

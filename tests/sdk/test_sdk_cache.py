@@ -1,4 +1,5 @@
-"""The prefix cache seen from outside: what broke a prefix, why tokens were paid for again, what a perfect cache costs."""
+"""The prefix cache seen from outside: what broke a prefix, why tokens were paid for again, what a perfect
+cache costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The rest of the typed client: other endpoints, estimates, the context guard, the async twin, spans, secrets."""
+"""The rest of the typed client: other endpoints, estimates, the context guard, the async twin, spans,
+secrets."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from datetime import date
 from decimal import Decimal
 
 import pytest
-
 from conftest import HttpServer
+
 from k3eval import (
     K3,
     AsyncK3,

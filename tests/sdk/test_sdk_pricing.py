@@ -68,7 +68,7 @@ def test_own_key_adds_the_upstream_cost() -> None:
 def test_write_tiers() -> None:
     details: dict[str, JsonValue] = {"cached_tokens": 1024, "cache_write_tokens": 256}
     used = report(prompt_tokens=1300, completion_tokens=40, prompt_tokens_details=details)
-    short = Decimal(20 * 3 + 256 * 3 + 40 * 15) + Decimal("1024") * Decimal("0.3")
+    short = Decimal(20 * 3 + 256 * 3 + 40 * 15) + Decimal(1024) * Decimal("0.3")
     assert row().price(used) == short.scaleb(-6)
     assert write_tier_unknown(row(), used)
     hour = UsageReport(used.usage, write_1h=256)

@@ -1,4 +1,5 @@
-"""Every reply shape, over real HTTP, through the typed client: what the caller gets and what the ledger keeps."""
+"""Every reply shape, over real HTTP, through the typed client: what the caller gets and what the ledger
+keeps."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-
 from conftest import HttpServer
+
 from k3eval import K3, AsyncK3, K3EvalError, Message, Meter, RetryPolicy, StreamInterruptedError, ToolCall
 from k3eval.testing import (
     ChaosProfile,
@@ -97,9 +97,7 @@ def test_the_same_seed_gives_the_same_trouble() -> None:
 
 def test_record_and_replay(server: HttpServer, meter: Meter, tmp_path: Path) -> None:
     path = tmp_path / "talk.jsonl"
-    server.play(
-        answer("a", **{"id": "org-abc123456"}), failure(500, {"message": "x"}), streamed(["b", "\u2028"])
-    )
+    server.play(answer("a", id="org-abc123456"), failure(500, {"message": "x"}), streamed(["b", "\u2028"]))
     with K3(
         "moonshot", "kimi-k3", base_url=server.url, api_key="sk-very-secret-key", meter=meter, retry=QUICK,
         transport=RecordingTransport(httpx.HTTPTransport(), path),
