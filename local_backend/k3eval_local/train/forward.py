@@ -8,6 +8,7 @@ a prompt that all rows share is computed once and handed on as a state.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -33,6 +34,11 @@ class LayerCarry:
     second: Tensor | None
 
 
+def _ends(weights: Sequence[Tensor]) -> list[int]:
+    """Where the outputs of each weight but the last end."""
+    return list(accumulate(weight.shape[0] for weight in weights[:-1]))
+
+
 @dataclass(frozen=True)
 class Precision:
     """``matmul``: dtype of the matrix products; everything else is fp32."""
@@ -46,7 +52,7 @@ class Precision:
             y = functional.linear(x, joined)
         else:
             y = functional.linear(x.to(self.matmul), joined.to(self.matmul)).float()
-        return [y] if len(weights) == 1 else list(y.split([w.shape[0] for w in weights], dim=-1))
+        return [y] if len(weights) == 1 else list(y.tensor_split(_ends(weights), dim=-1))
 
 
 def hidden(
@@ -208,7 +214,7 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor)
     solved = torch.linalg.solve_triangular(
         A, torch.cat([kb * start, b * v], dim=-1), upper=False, unitriangular=True
     )
-    W, U = solved.split(K, dim=-1)
+    W, U = solved.tensor_split([K], dim=-1)
     end = G[..., -1:, :]
     write = ((end - G).exp() * k).transpose(-1, -2)
     last = end.exp().transpose(-1, -2)
@@ -238,7 +244,7 @@ def _mla(
         joined = torch.cat([before.first.expand(B, -1, -1), joined], dim=1)
     c, slot = joined.tensor_split([module.rank], dim=-1)
     both = precision.product(c, module.kv_b_proj.weight)[0].view(B, -1, H, module.nope + module.value)
-    k_nope, v = both.transpose(1, 2).split([module.nope, module.value], dim=-1)
+    k_nope, v = both.transpose(1, 2).tensor_split([module.nope], dim=-1)
     k = torch.cat([k_nope, slot[:, None].expand(-1, H, -1, -1)], dim=-1)
     total = joined.shape[1]
     mask = None if total == T else torch.ones(T, total, dtype=torch.bool).tril(total - T)
@@ -300,7 +306,8 @@ def _experts(z: Tensor, routing: Routing, moe: LatentMoE, precision: Precision) 
     inputs = z.to(dtype).new_zeros(E * busiest, z.shape[1])
     inputs = inputs.index_copy(0, slot, z.to(dtype)[order // k]).view(E, busiest, -1)
     both = (inputs @ torch.cat([w1, w3], dim=1).to(dtype).transpose(1, 2)).float()
-    inner = _situ(*both.split(w1.shape[1], dim=-1), moe.betas)
+    gate, up = both.tensor_split(2, dim=-1)
+    inner = _situ(gate, up, moe.betas)
     outputs = (inner.to(dtype) @ w2.to(dtype).transpose(1, 2)).float().flatten(0, 1)
     slot_of_pair = torch.empty_like(slot).index_copy(0, order, slot).view(N, k)
     weighted = [outputs[slot_of_pair[:, rank]] * routing.weight[:, rank : rank + 1] for rank in range(k)]

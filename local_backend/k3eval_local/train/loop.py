@@ -168,7 +168,7 @@ class Run:
         scores = logits(self.model, out.flatten(0, 1)[batch.positions], self._precision)
         losses = functional.cross_entropy(scores, batch.targets, reduction="none")
         total = (losses * batch.weights).sum() / batch.weights.sum()
-        total.backward()
+        torch.autograd.backward(total)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
         self._optimizers.step(rate)
         loads = self._balancer.step()

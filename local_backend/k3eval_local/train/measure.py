@@ -77,11 +77,16 @@ def _predict(
     """Whether each chosen target is the most likely token, and its loss."""
     out, _ = hidden(model, batch.ids, carry, precision=precision)
     right, losses = [], []
-    for where, target in zip(batch.positions.split(1024), batch.targets.split(1024), strict=True):
+    for where, target in zip(_parts(batch.positions), _parts(batch.targets), strict=True):
         scores = logits(model, out.flatten(0, 1)[where], precision)
         right.append(scores.argmax(-1) == target)
         losses.append(torch.nn.functional.cross_entropy(scores, target, reduction="none"))
     return torch.cat(right), torch.cat(losses)
+
+
+def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
+    """At most 1024 of the values at a time: their logits are large."""
+    return values.tensor_split(list(range(1024, len(values), 1024))) if len(values) else []
 
 
 def _score(

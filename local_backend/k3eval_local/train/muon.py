@@ -16,12 +16,13 @@ _STEPS = ((3.4445, -4.7750, 2.0315),) * 5
 def orthogonal(update: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices to ``update`` [..., m, n], roughly (to about a fifth)."""
     wide = update.shape[-1] >= update.shape[-2]
-    x = update if wide else update.transpose(-1, -2)
+    x: Tensor = update if wide else update.transpose(-1, -2)
     x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()  # the steps correct their own rounding
     for a, b, c in _STEPS:
         gram = x @ x.transpose(-1, -2)
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x if wide else x.transpose(-1, -2)).to(update.dtype)
+    turned = x if wide else x.transpose(-1, -2)
+    return turned.to(update.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -69,7 +70,8 @@ class Optimizers:
     """Both optimizers behind one interface; every parameter belongs to exactly one."""
 
     def __init__(self, model: nn.Module, rates: Rates) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             (matrices if is_matrix(name, parameter) else others).append(parameter)
         self.muon = Muon(matrices, rates.muon, momentum=0.95, weight_decay=0.01)
