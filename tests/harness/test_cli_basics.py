@@ -127,6 +127,18 @@ def test_a_terminal_in_ascii_is_no_reason_to_crash() -> None:
         assert done.stdout.isascii()
 
 
+def test_a_warning_is_a_note_in_one_line() -> None:
+    code = (
+        f"import sys, warnings; sys.path[:0] = {PATHS!r}; sys.argv = ['k3eval', '--help']\n"
+        "from k3eval_harness.cli import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    warnings.warn('one\\ntwo', UserWarning, stacklevel=1)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == "k3eval: note: one two\n"
+
+
 def test_models_lists_local_ones_with_sizes_and_priced_ones_with_dates() -> None:
     done = CliRunner().invoke(app, ["models", "--json"])
     assert done.exit_code == 0

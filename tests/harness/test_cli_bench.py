@@ -15,6 +15,7 @@ from k3eval_harness.cli import app
 from k3eval_harness.cli.bench import _references
 from k3eval_harness.decode.live import model_price, server_timing
 from k3eval_harness.decode.records import SweepResult
+from k3eval_harness.launcher import local_server
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ from k3eval_harness.decode.records import SweepResult
         ("--model a --model local/a", "--model names local/a twice"),
         ("--model compatible/x", "names no server"),
         ("--model nobody", "no local model is called 'nobody': use a, b, c, d"),
+        ("--max-cost free", "--max-cost must be a positive amount"),
+        ("--seed=-1", "--seed must be 0 or more"),
         ("--out results", "--out must be a .json file"),
         ("--out /no/such/folder/x.json", "cannot write into /no/such/folder"),
         ("--package no-such-package", "package 'no-such-package' is not installed"),
@@ -123,3 +126,32 @@ def test_a_sweep_against_the_local_backend_and_its_twin(tmp_path: Path) -> None:
     assert "local/a-mla needs" in table
     assert "pandas" in table
     assert len(done.stderr.strip().splitlines()) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore::k3eval.notices.K3EvalWarning"
+)  # the host's privacy note is not the subject
+def test_a_priced_host_gives_costs_and_a_spent_budget_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONSHOT_API_KEY", "sk-test-1")
+    options = ("--dialect", "moonshot", "--prices", "--served-name", "kimi-k3", "--key", "sk-test-1")
+    with local_server("a", options=options) as server:
+        base = (
+            f"bench decode --contexts 1k --model moonshot/kimi-k3@{server.base_url} --output-tokens 32 --json"
+        )
+        done = CliRunner().invoke(app, [*base.split(), "--repeats", "1"])
+        assert done.exit_code == 0, done.output
+        result = SweepResult.model_validate(json.loads(done.stdout))
+        (row,) = result.rows
+        assert row.cost_1k_uncached == Decimal(1024) * 3 / 10**6 + Decimal("0.015")
+        assert row.cost_1k_cached == Decimal(1024) * Decimal("0.3") / 10**6 + Decimal("0.015")
+        assert result.costs.computed is not None
+        assert result.costs.computed > 0
+        cap = 3 * result.costs.computed  # three times what one repeat and the warm-up cost
+        short = CliRunner().invoke(app, [*base.split(), "--repeats", "9", "--max-cost", str(cap)])
+        assert short.exit_code == 4, short.output
+        partial = SweepResult.model_validate(json.loads(short.stdout))
+        assert partial.stopped is not None
+        assert 0 < len(partial.calls) < 18
+        assert partial.costs.computed is not None
+        assert partial.costs.computed <= cap

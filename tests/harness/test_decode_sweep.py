@@ -10,7 +10,7 @@ from decimal import Decimal
 import pytest
 from surface_samples import MODEL, PROVENANCE, START
 
-from k3eval import AuthenticationError, K3EvalError, TransportError
+from k3eval import AuthenticationError, BudgetExceededError, K3EvalError, TransportError
 from k3eval_harness.decode.corpus import Corpus
 from k3eval_harness.decode.records import CorpusInfo, ServerTiming, SweepCall, SweepResult
 from k3eval_harness.decode.render import COLUMNS, markdown, notes, table_rows
@@ -86,7 +86,8 @@ def result(calls: tuple[SweepCall, ...], prices: dict[str, ModelPrice]) -> Sweep
         command="k3eval bench decode ...",
         started_at=START,
         finished_at=START,
-        interrupted=False,
+        stopped=None,
+        costs=Costs(computed=Decimal("1.5")),
         seed=7,
         repeats=3,
         output_tokens=64,
@@ -178,10 +179,10 @@ def test_a_context_that_is_too_short_is_refused_before_the_first_call() -> None:
     assert model.asked == []
 
 
-def test_a_wrong_key_ends_the_sweep() -> None:
-    error = AuthenticationError("bad key", status=401, host="h")
-    with pytest.raises(AuthenticationError):
-        sweep(KnownModel("m", 0.01, 0.0, fails=lambda tokens: error))
+def test_a_wrong_key_or_a_spent_budget_ends_the_sweep() -> None:
+    for error in (AuthenticationError("bad key", status=401, host="h"), BudgetExceededError("spent")):
+        with pytest.raises(type(error)):
+            sweep(KnownModel("m", 0.01, 0.0, fails=lambda tokens, error=error: error))
 
 
 def test_void_replies_and_a_cold_prompt_from_a_cache_are_said() -> None:
@@ -210,6 +211,7 @@ def test_markdown_and_json_hold_the_same_result() -> None:
     assert "At 4096: b needs 2.00 times" in text
     assert "$0.0273" in text
     assert "estimator error" in text
+    assert "This sweep cost $1.50" in text
     assert "1.00%" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert {line.count("|") for line in rows} == {len(COLUMNS) + 1}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 import io
 import sys
+import warnings
+from typing import TextIO
 
 import typer
 
@@ -48,4 +50,17 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal in ASCII is no reason to crash
+    warnings.showwarning = _show_warning
     app()
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning is a note to the user in one line, without the place in our sources."""
+    print(f"k3eval: note: {' '.join(str(message).split())}", file=sys.stderr)  # noqa: T201 - see above

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,12 +20,14 @@ import typer
 from k3eval_harness.cli.common import Exit, fail, one_line_errors, print_json
 
 if TYPE_CHECKING:
-    from k3eval import ModelRef
+    from k3eval import Meter, ModelRef
     from k3eval_harness.decode.corpus import Corpus
     from k3eval_harness.decode.live import LiveModel
     from k3eval_harness.decode.records import SweepCall, SweepResult
     from k3eval_harness.decode.sweep import SweepPlan
     from k3eval_harness.results.schema import ModelInfo
+
+INTERRUPTED = "interrupted"
 
 commands = typer.Typer(help="Measure decode cost against context length.", no_args_is_help=True)
 
@@ -51,11 +54,13 @@ def decode(
     package: Annotated[
         str, typer.Option(help="Installed package whose sources fill the prompts.")
     ] = "pandas",
+    max_cost: Annotated[str | None, typer.Option(help="Money cap of the sweep, in USD.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, and a table beside it (.md).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Measure TTFT, seconds per token and the cost of 1,000 tokens at each context length."""
     with one_line_errors():
+        from k3eval_harness.cli.run import money_cap
         from k3eval_harness.decode.corpus import load_corpus
         from k3eval_harness.decode.prompts import parse_contexts
         from k3eval_harness.decode.sweep import SweepPlan
@@ -63,38 +68,46 @@ def decode(
         _check(repeats, output_tokens, model or [], seed, out)
         plan = SweepPlan(parse_contexts(contexts), repeats, output_tokens, seed, secrets.token_hex(8))
         references = _references(model or ["a"])
-        result = measure(plan, references, load_corpus(package))
+        result = measure(plan, references, load_corpus(package), money_cap(max_cost))
         _write(result, out)
         _show(result, as_json=json)
-        if result.interrupted:
-            raise fail("interrupted; what was measured until then is shown", Exit.INTERRUPTED)
+        if result.stopped:
+            code = Exit.INTERRUPTED if result.stopped == INTERRUPTED else Exit.BUDGET
+            raise fail(f"{result.stopped}; what was measured until then is shown", code)
         if all(call.error for call in result.calls):
             raise fail(f"no call succeeded: {result.calls[0].error}", Exit.VOID)
 
 
-def measure(plan: SweepPlan, references: Sequence[ModelRef], corpus: Corpus) -> SweepResult:
-    """Serve the local models, run the sweep and summarise it. Ctrl-C ends it with what there is."""
-    from k3eval_harness.decode.live import model_price
+def measure(
+    plan: SweepPlan, references: Sequence[ModelRef], corpus: Corpus, max_cost: Decimal | None
+) -> SweepResult:
+    """Serve the local models, run the sweep and summarise it.
+
+    Ctrl-C or a spent budget ends it early with what is there.
+    """
+    from k3eval import Budget, BudgetExceededError, Meter
+    from k3eval_harness.decode.live import costs_of, model_price
     from k3eval_harness.decode.records import CorpusInfo, SweepResult
     from k3eval_harness.decode.summary import context_rows, model_fits, twin_rows
     from k3eval_harness.decode.sweep import run_sweep
     from k3eval_harness.provenance import collect_provenance
 
     calls: list[SweepCall] = []
-    started, interrupted = datetime.now(UTC), False
+    started, stopped = datetime.now(UTC), None
+    meter = Meter(budget=None if max_cost is None else Budget(max_cost=max_cost))
 
     def done(call: SweepCall) -> None:
         calls.append(call)
         step(call)
 
     with ExitStack() as stack, _progress(plan, len(references)) as step:
-        served = [stack.enter_context(_served(reference, plan.seed)) for reference in references]
+        served = [stack.enter_context(_served(reference, plan.seed, meter)) for reference in references]
         try:
             run_sweep(plan, [live for live, _ in served], corpus, done)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, BudgetExceededError) as error:
             if not calls:
                 raise
-            interrupted = True
+            stopped = INTERRUPTED if isinstance(error, KeyboardInterrupt) else error.message
     names = [info.name for _, info in served]
     hosts = {call.model: call.host for call in calls if call.host}
     prices = {str(r): model_price(r, hosts.get(str(r))) for r in references}
@@ -102,13 +115,14 @@ def measure(plan: SweepPlan, references: Sequence[ModelRef], corpus: Corpus) -> 
         command=shlex.join(["k3eval", *sys.argv[1:]]),
         started_at=started,
         finished_at=datetime.now(UTC),
-        interrupted=interrupted,
+        stopped=stopped,
         seed=plan.seed,
         repeats=plan.repeats,
         output_tokens=plan.output_tokens,
         contexts=plan.contexts,
         models=tuple(info for _, info in served),
         corpus=CorpusInfo(package=corpus.package, version=corpus.version, sha256=corpus.sha256),
+        costs=costs_of(meter.total.cost),
         price_rows=tuple(price.row for price in prices.values() if price.row),
         rows=context_rows(calls, prices),
         fits=model_fits(calls),
@@ -119,7 +133,7 @@ def measure(plan: SweepPlan, references: Sequence[ModelRef], corpus: Corpus) -> 
 
 
 @contextmanager
-def _served(reference: ModelRef, seed: int) -> Iterator[tuple[LiveModel, ModelInfo]]:
+def _served(reference: ModelRef, seed: int, meter: Meter) -> Iterator[tuple[LiveModel, ModelInfo]]:
     """A client for the model; a local model without an address is served for the length of the context."""
     from k3eval import K3
     from k3eval_harness.decode.live import LiveModel
@@ -131,7 +145,7 @@ def _served(reference: ModelRef, seed: int) -> Iterator[tuple[LiveModel, ModelIn
         if reference.provider == "local" and reference.base_url is None:
             server = stack.enter_context(local_server(reference.model, seed))
             at, weights = replace(reference, base_url=server.base_url), server.weights
-        client = K3.from_ref(at)
+        client = K3.from_ref(at, meter=meter)
         stack.callback(client.close)
         info = ModelInfo(
             name=str(reference), provider=at.provider, model=at.model, base_url=at.base_url, weights=weights

@@ -84,7 +84,7 @@ def run(
             model=_model(model, agent),
             attempts=attempts,
             concurrency=concurrency,
-            max_cost=_money(max_cost),
+            max_cost=money_cap(max_cost),
             timeout_s=timeout,
             out=out,
             seed=seed,
@@ -161,7 +161,8 @@ def _model(text: str | None, agent: str) -> ModelRef | None:
     return reference if make_agent(agent).needs_model else None
 
 
-def _money(text: str | None) -> Decimal | None:
+def money_cap(text: str | None) -> Decimal | None:
+    """Read ``--max-cost``."""
     from k3eval_harness.errors import UsageError
 
     if text is None:

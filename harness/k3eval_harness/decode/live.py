@@ -14,7 +14,7 @@ from k3eval_harness.decode.sweep import Answer
 from k3eval_harness.results.schema import Costs, TokenCounts
 
 if TYPE_CHECKING:
-    from k3eval import K3, ModelRef, Usage
+    from k3eval import K3, Cost, ModelRef, Usage
     from k3eval.jsontypes import JsonValue
 
 FORCES_LENGTH = ("local", "compatible")
@@ -46,23 +46,17 @@ class LiveModel:
             extra |= {"min_tokens": output_tokens, "ignore_eos": True}
         if self._timings:
             extra["k3eval_timings"] = True
+        seed = self._seed if self._forced else None  # K3's own hosts take none
         with self._client.stream(
-            [Message.user(text)], max_output=output_tokens, seed=self._seed, extra=extra
+            [Message.user(text)], max_output=output_tokens, seed=seed, extra=extra
         ) as stream:
             for _ in stream:
                 pass
             completion = stream.completion()
-        cost = completion.cost
         return Answer(
             tokens=_counts(completion.usage),
             sample=decode_sample(completion.timing, completion.usage),
-            costs=Costs(
-                billed=cost.billed,
-                computed=cost.computed,
-                ideal_cache=cost.ideal_cache,
-                currency=cost.currency,
-                price_row=cost.price_row,
-            ),
+            costs=costs_of(completion.cost),
             host=completion.host,
             server=server_timing(completion.raw),
         )
@@ -90,7 +84,7 @@ def model_price(reference: ModelRef, served_by: str | None) -> ModelPrice:
     from k3eval.providers import provider_named
 
     provider = provider_named(reference.provider, reference.base_url)
-    host = urlsplit(provider.base_url or "").hostname or ""
+    host = provider.price_host or urlsplit(provider.base_url or "").hostname or ""
     row = (
         None
         if provider.self_hosted
@@ -103,6 +97,17 @@ def model_price(reference: ModelRef, served_by: str | None) -> ModelPrice:
         return row.price(UsageReport(Usage(miss, read, None, output, None)))
 
     return ModelPrice(price, row.currency, row.label if row.priced else None)
+
+
+def costs_of(cost: Cost) -> Costs:
+    """The SDK's cost as the results record it."""
+    return Costs(
+        billed=cost.billed,
+        computed=cost.computed,
+        ideal_cache=cost.ideal_cache,
+        currency=cost.currency,
+        price_row=cost.price_row,
+    )
 
 
 def _counts(usage: Usage | None) -> TokenCounts:

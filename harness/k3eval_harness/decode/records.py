@@ -117,13 +117,16 @@ class SweepResult(Record):
     command: str
     started_at: datetime
     finished_at: datetime
-    interrupted: bool
+    stopped: str | None
+    """Why the sweep ended early; null when it is complete."""
     seed: int
     repeats: int
     output_tokens: int
     contexts: tuple[int, ...]
     models: tuple[ModelInfo, ...]
     corpus: CorpusInfo
+    costs: Costs
+    """Of all calls, the warm-up with them."""
     price_rows: tuple[str, ...]
     rows: tuple[ContextRow, ...]
     fits: tuple[ModelFit, ...]

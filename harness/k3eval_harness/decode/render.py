@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from k3eval_harness.decode.records import ContextRow, SweepResult
 from k3eval_harness.decode.series import Spread
-from k3eval_harness.progress import money
+from k3eval_harness.progress import known_cost, money
 
 COLUMNS = (
     "model",
@@ -43,6 +43,8 @@ def notes(result: SweepResult) -> list[str]:
     lines = [provenance]
     if result.price_rows:
         lines.append(f"Prices: {', '.join(result.price_rows)}; one call that writes 1,000 tokens.")
+        spent, currency = known_cost(result.costs), result.costs.currency
+        lines.append(f"This sweep cost {money(spent, currency)}, the warm-up with it.")
     else:
         lines.append("No price is known for these models; the 1k columns are seconds of one such call.")
     lines.extend(_fit_line(result, index) for index in range(len(result.fits)))
@@ -88,8 +90,8 @@ def _row(row: ContextRow) -> tuple[str, ...]:
 
 def _warnings(result: SweepResult) -> list[str]:
     lines: list[str] = []
-    if result.interrupted:
-        lines.append("The sweep was interrupted; rows hold what was measured until then.")
+    if result.stopped:
+        lines.append(f"The sweep ended early ({result.stopped}); rows hold what was measured until then.")
     for row in result.rows:
         where = f"{row.model} at {row.context}"
         if row.failed:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from k3eval.errors import AuthenticationError, ConfigError, K3EvalError
+from k3eval.errors import AuthenticationError, BudgetExceededError, ConfigError, K3EvalError
 from k3eval_harness.decode.corpus import Corpus
 from k3eval_harness.decode.prompts import FittedPrompt, fit_prompt
 from k3eval_harness.decode.records import CacheState, ServerTiming, SweepCall
@@ -71,8 +71,9 @@ def run_sweep(
 ) -> tuple[SweepCall, ...]:
     """Make all calls and hand each to ``done`` as it ends.
 
-    A failing call is recorded and the sweep goes on; a wrong key or configuration ends it (ConfigError,
-    AuthenticationError), and so does a context that is too short (UsageError).
+    A failing call is recorded and the sweep goes on. What would fail again ends it: a wrong key or
+    configuration, a spent budget (AuthenticationError, ConfigError, BudgetExceededError), and before the
+    first call a context that is too short (UsageError).
     """
     calls: list[SweepCall] = []
     prompts = _Prompts(plan, corpus)
@@ -100,7 +101,7 @@ def _measure(
 ) -> SweepCall:
     try:
         answer = model.ask(prompts.fit(model, context, repeat).text, plan.output_tokens)
-    except (ConfigError, AuthenticationError):
+    except (ConfigError, AuthenticationError, BudgetExceededError):
         raise
     except K3EvalError as error:
         message = " ".join(error.message.split())
