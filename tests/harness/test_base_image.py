@@ -7,6 +7,7 @@ import io
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ class FakeImages:
 
     present: dict[str, str] = field(default_factory=dict)
     pull_events: list[str | ImageBuildError] = field(default_factory=list)
+    silence: threading.Event | None = None
+    """When given, a pull says nothing until it is set, like an engine whose registry does not answer."""
     build_error: ImageBuildError | None = None
     built: list[tuple[str, bytes]] = field(default_factory=list)
     imported: list[bytes] = field(default_factory=list)
@@ -42,6 +45,8 @@ class FakeImages:
         return self.present.get(ref)
 
     def pull(self, ref: str) -> Iterator[str]:
+        if self.silence:
+            self.silence.wait(60)
         for event in self.pull_events:
             if isinstance(event, ImageBuildError):
                 raise event
@@ -106,6 +111,17 @@ def test_without_a_registry_the_image_is_made_and_nothing_else_is_left() -> None
     assert images.imported == [b"root"]
     assert images.present == {BASE_REF: "sha256:made"}
     assert any("no such host" in line for line in said)
+
+
+def test_a_registry_that_says_nothing_is_given_up() -> None:
+    silence = threading.Event()
+    images = FakeImages(pull_events=no_registry(), silence=silence)
+    said: list[str] = []
+    try:
+        assert provide(images, FakeMaker(), BASE_REF, said.append, first_word_s=0.05).origin == "made"
+    finally:
+        silence.set()
+    assert any("no answer for 0.05 s" in line for line in said)
 
 
 def test_remake_ignores_what_is_there() -> None:

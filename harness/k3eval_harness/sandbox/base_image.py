@@ -158,10 +158,19 @@ def ensure_base_image(client: DockerClient, ref: str = BASE_REF, log: Log | None
     return provide(EngineImages(client), DebianMaker(), ref, log or (lambda text: None))
 
 
-def provide(images: Images, maker: Maker, ref: str, log: Log, *, remake: bool = False) -> BaseImage:
+def provide(
+    images: Images,
+    maker: Maker,
+    ref: str,
+    log: Log,
+    *,
+    remake: bool = False,
+    first_word_s: float = FIRST_WORD_S,
+) -> BaseImage:
     """``ensure_base_image`` over an explicit engine and maker.
 
     With ``remake`` it is made even where one is present or could be pulled.
+    ``first_word_s``: seconds that a registry may stay silent before the pull is given up.
     """
     if not remake and (found := images.find(ref)):
         return BaseImage(ref, found, "present")
@@ -170,7 +179,7 @@ def provide(images: Images, maker: Maker, ref: str, log: Log, *, remake: bool = 
         if not remake:
             if found := images.find(ref):
                 return BaseImage(ref, found, "present")
-            problem = _pull(images, ref, log)
+            problem = _pull(images, ref, log, first_word_s)
             if problem is None and (found := images.find(ref)):
                 return BaseImage(ref, found, "pulled")
             log(f"{ref} cannot be pulled ({problem})")
@@ -210,7 +219,7 @@ def _make(images: Images, maker: Maker, ref: str, log: Log) -> BaseImage:
     return BaseImage(ref, found, "made")
 
 
-def _pull(images: Images, ref: str, log: Log) -> str | None:
+def _pull(images: Images, ref: str, log: Log, first_word_s: float) -> str | None:
     """Pull within the time limits. Returns None, or in a few words why it failed.
 
     A thread reads, because the engine says nothing at all while a registry does not answer; the
@@ -229,12 +238,12 @@ def _pull(images: Images, ref: str, log: Log) -> str | None:
 
     threading.Thread(target=read, name="k3eval-pull", daemon=True).start()
     deadline = time.monotonic() + PULL_S
-    patience = FIRST_WORD_S
+    patience = first_word_s
     while True:
         try:
             event = events.get(timeout=patience)
         except queue.Empty:
-            return f"no answer for {patience:.0f} s"
+            return f"no answer for {patience:g} s"
         if event is None:
             return None
         if isinstance(event, ImageBuildError):
