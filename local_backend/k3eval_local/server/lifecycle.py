@@ -25,6 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from k3eval_local.errors import LocalError
+from k3eval_local.model.names import resolve
 from k3eval_local.protocol.chaos import Chaos
 from k3eval_local.protocol.dialects import DIALECTS, AnyDialect, DialectOptions
 from k3eval_local.protocol.prices import Limits
@@ -85,7 +86,9 @@ def launch(options: LaunchOptions) -> None:
         _follow(options.parent_pid)
     chaos = _chaos(options.chaos)
     dialect = DIALECTS[options.dialect](
-        DialectOptions(options.prices, options.reasoning_field, options.repeat_finish)
+        DialectOptions(
+            options.prices, options.reasoning_field, options.repeat_finish, _temperature(options.model)
+        )
     )
     limits = _limits(dialect, options.tier)
     listener = _bind(options.host, options.port)
@@ -113,10 +116,26 @@ def launch(options: LaunchOptions) -> None:
         listener.close()
 
 
+def _temperature(name: str) -> float:
+    """What the checkpoint's ``generation_config.json`` says: greedy without sampling, else its temperature."""
+    try:
+        found = resolve(name)
+    except LocalError:
+        return 1.0  # reported when the model is loaded
+    path = found / "generation_config.json" if isinstance(found, Path) else None
+    if path is None or not path.is_file():
+        return 1.0
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return float(data.get("temperature", 1.0)) if data.get("do_sample", True) else 0.0
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise LaunchError(f"{path} is not usable: {error}") from error
+
+
 def _load(options: LaunchOptions) -> tuple[str, Tokenizer, Engine]:
     import torch
 
-    from k3eval_local.checkpoint import open_model, resolve
+    from k3eval_local.checkpoint import open_model
     from k3eval_local.engine import Engine, EngineError
 
     if options.threads is not None:

@@ -48,6 +48,8 @@ class DialectOptions:
     """vllm: newer versions call the member ``reasoning``."""
     repeat_finish: bool = False
     """openrouter: the other real end form, a finish chunk repeated together with the usage."""
+    temperature: float = 1.0
+    """For requests that name none; a checkpoint's ``generation_config.json`` sets it, as in vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class Dialect(ABC, Generic[BodyType]):
             model=body.model,
             conversation=conversation,
             max_tokens=body.max_completion_tokens or body.max_tokens,
-            temperature=1.0 if body.temperature is None else body.temperature,
+            temperature=self.options.temperature if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
             n=body.n or 1,
