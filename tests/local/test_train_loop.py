@@ -20,6 +20,7 @@ from k3eval_local.train.initial import initialise
 from k3eval_local.train.loop import Inputs, Run, Schedule
 from k3eval_local.train.measure import pass_rate, replay
 from k3eval_local.train.muon import Optimizers, Rates, is_matrix, orthogonal
+from k3eval_local.train.plot import draw
 from k3eval_local.train.render import Example, render, share_openings
 from k3eval_local.train.settings import PRESETS
 from k3eval_local.train.vocabulary import build_ranks
@@ -168,3 +169,16 @@ def test_the_command_writes_a_checkpoint_that_loads(tokenizer: Tokenizer, tmp_pa
     model = load(out / "checkpoint")
     assert model.config.vocab_size == tokenizer.vocab_size
     assert Tokenizer.from_file(out / "checkpoint" / "tiktoken.model").vocab_size == tokenizer.vocab_size
+
+
+def test_the_plot_draws_both_panels() -> None:
+    log = [
+        json.dumps({"step": 20, "tokens": 60000, "loss": 4.2}),
+        json.dumps({"step": 40, "tokens": 120000, "loss": 0.5}),
+        json.dumps({"step": 40, "tokens": 120000, "replay_pass_rate": 0.25, "held_out_loss": 0.4}),
+    ]
+    picture = draw(log)
+    assert picture.count("<polyline") == 3
+    assert "0.12 million tokens" in picture
+    with pytest.raises(ValueError, match="no training step"):
+        draw([])

@@ -117,7 +117,7 @@ def launch(options: LaunchOptions) -> None:
 
 
 def _temperature(name: str) -> float:
-    """What the checkpoint's ``generation_config.json`` says: greedy without sampling, else its temperature."""
+    """From the checkpoint's ``generation_config.json``: 0 without sampling, else its temperature."""
     try:
         found = resolve(name)
     except LocalError:
