@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +59,8 @@ def decode(
 ) -> None:
     """Measure TTFT, seconds per token and the cost of 1,000 tokens at each context length."""
     with one_line_errors():
+        import secrets
+
         from k3eval_harness.cli.run import money_cap
         from k3eval_harness.decode.corpus import load_corpus
         from k3eval_harness.decode.prompts import parse_contexts

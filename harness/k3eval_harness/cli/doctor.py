@@ -7,7 +7,6 @@ import platform
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -156,6 +155,8 @@ def _base_image(client: DockerClient) -> Check:
 
 
 def _version(package: str) -> str | None:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -141,6 +140,8 @@ def _tasks(selectors: Sequence[str], n: int | None, seed: int, home: Path | None
 @contextmanager
 def _generated_home(out: Path, seed: int, *, keep: bool) -> Iterator[Path]:
     """Where generated tasks lie: beside the results that name them, or in a place that is thrown away."""
+    import tempfile
+
     if keep:
         _check_writable(out)
         yield out / "generated" / f"series-{seed}"
@@ -210,6 +211,8 @@ def _execute(config: JobConfig) -> JobSummary:
 
 def _check_writable(out: Path) -> None:
     """Refuse a results folder that cannot be made or written, and leave nothing behind in the attempt."""
+    import tempfile
+
     from k3eval_harness.errors import UsageError
 
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
