@@ -2,8 +2,8 @@
 
     python -m k3eval_local.train.evaluate --model k3-nano --data FILE|- [--json FILE]
 
-The measure is the replay pass rate (see ``measure``), with 95 % Wilson intervals, in all and by kind, and the
-share of reproduced first, second, ... turns. Live rates need the harness: ``k3eval run --task repo-fix-mini``.
+The measure is the replay pass rate (see ``measure``), with 95 % Wilson intervals, in all and by kind, and
+the share of reproduced first, second, ... turns. Live rates: ``k3eval run --task repo-fix-mini``.
 """
 
 import argparse

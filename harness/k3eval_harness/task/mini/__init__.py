@@ -3,10 +3,11 @@
 For the command line:
 
     generate(count, seed, out, *, shape=None, progress=None) -> tuple[Path, ...]      task folders
-    write_episodes(count, seed, out, *, start=0, shape=TRAINING) -> int               conversations, JSONL
+    write_episodes(count, seed, out, *, start=0, shape=TRAINING) -> int               conversations, JSONL;
+                                                                  SHAPES names distributions to measure on
 """
 
-from k3eval_harness.task.mini.episodes import TRAINING, EpisodeShape, episodes, write_episodes
+from k3eval_harness.task.mini.episodes import SHAPES, TRAINING, EpisodeShape, episodes, write_episodes
 from k3eval_harness.task.mini.folder import FAMILY, generate, task_files, task_name
 from k3eval_harness.task.mini.functions import KINDS
 from k3eval_harness.task.mini.noise import NoiseShape
@@ -15,6 +16,7 @@ from k3eval_harness.task.mini.project import MiniProject, Shape, make_project
 __all__ = [
     "FAMILY",
     "KINDS",
+    "SHAPES",
     "TRAINING",
     "EpisodeShape",
     "MiniProject",

@@ -8,9 +8,9 @@ assistant messages that are mistakes, to be read but not imitated.
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Final, TextIO
 
 from k3eval_harness.agent.observations import (
     bash_observation,
@@ -44,6 +44,21 @@ TRAINING = EpisodeShape(
     Shape(invented=0.2, noise=NoiseShape(share=0.3, lines=(1, 40))), second_try=0.12, other_opening=0.2
 )
 """What the bundled model is trained on."""
+
+SHAPES: Final[Mapping[str, EpisodeShape]] = {
+    "training": TRAINING,
+    "plain": EpisodeShape(Shape()),
+    "invented": EpisodeShape(Shape(invented=1.0)),
+    "rare": EpisodeShape(Shape(rare=True)),
+    "large": EpisodeShape(Shape(modules=(6, 10), functions=(4, 6))),
+    "noise-500": EpisodeShape(Shape(noise=NoiseShape(1.0, (40, 45), after=0.0))),
+    "noise-500-after": EpisodeShape(Shape(noise=NoiseShape(1.0, (40, 45), after=1.0))),
+    "recall-1k": EpisodeShape(Shape(noise=NoiseShape(1.0, (85, 85), after=1.0))),
+    "recall-4k": EpisodeShape(Shape(noise=NoiseShape(1.0, (340, 340), after=1.0))),
+    "recall-16k": EpisodeShape(Shape(noise=NoiseShape(1.0, (1360, 1360), after=1.0))),
+}
+"""Named distributions to measure on. ``plain`` is what ``generate`` writes. ``noise-500`` puts about 500
+tokens of unrelated output before the failing test's name, ``recall-N`` about N between the name and its use."""
 
 
 class _Writer:

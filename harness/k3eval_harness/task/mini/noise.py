@@ -23,10 +23,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoiseShape:
-    """``share`` of the projects print some ``lines`` (inclusive range), a third of them after the summary."""
+    """``share`` of the projects print some ``lines`` (a range); ``after`` of those do so after the summary."""
 
     share: float = 0.0
     lines: tuple[int, int] = (1, 8)
+    after: float = 0.33
 
     def draw(self, rng: random.Random, words: Iterator[str]) -> Noise:
         """The noise of one project."""
@@ -36,7 +37,7 @@ class NoiseShape:
         least, most = self.lines  # small amounts are the commonest
         count = round(least * (most / least) ** rng.random())
         made = tuple(style(rng, words) for _ in range(count))
-        cut = 0 if rng.random() < 0.33 else len(made)
+        cut = 0 if rng.random() < self.after else len(made)
         return Noise(made[:cut], made[cut:])
 
 
