@@ -1,4 +1,4 @@
-"""Shared by the SDK's tests: a meter that collects its warnings, and a real HTTP server that plays a script."""
+"""Shared by the SDK's tests: a meter that collects its warnings, a real HTTP server that plays a script."""
 
 from __future__ import annotations
 

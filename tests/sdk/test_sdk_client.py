@@ -266,9 +266,11 @@ def test_a_free_host_has_unknown_cost_not_zero(meter: Meter) -> None:
 
 
 def test_warnings_are_python_warnings_unless_told_otherwise() -> None:
-    with K3("moonshot", "kimi-k3", api_key=KEY, transport=ScriptedTransport(answer())) as k3:
-        with pytest.warns(K3EvalWarning, match="Singapore"):
-            k3.chat(ASK)
+    with (
+        K3("moonshot", "kimi-k3", api_key=KEY, transport=ScriptedTransport(answer())) as k3,
+        pytest.warns(K3EvalWarning, match="Singapore"),
+    ):
+        k3.chat(ASK)
 
 
 def test_spans(meter: Meter) -> None:
@@ -306,8 +308,8 @@ def test_spans(meter: Meter) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "key sk-or-v1-0123456789abcdef failed", "Authorization: Bearer abcdefghijk", "account org-0123abcd suspended",
-        "<ak-f00ba4abc>", "ak-f00ba4abc", "sk-proj_A-b.c123",
+        "key sk-or-v1-0123456789abcdef failed", "Authorization: Bearer abcdefghijk",
+        "account org-0123abcd suspended", "<ak-f00ba4abc>", "ak-f00ba4abc", "sk-proj_A-b.c123",
     ],
 )  # fmt: skip
 def test_known_secrets_are_masked(text: str) -> None:
@@ -325,9 +327,11 @@ def test_the_clients_own_key_is_masked_whatever_its_shape() -> None:
 def test_nothing_secret_in_logs(server: HttpServer, meter: Meter, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="k3eval")
     server.play(failure(401, {"message": f"bad key {KEY}"}))
-    with K3("moonshot", "kimi-k3", base_url=server.url, api_key=KEY, meter=meter) as k3:
-        with pytest.raises(Exception, match="redacted") as caught:
-            k3.chat(ASK)
+    with (
+        K3("moonshot", "kimi-k3", base_url=server.url, api_key=KEY, meter=meter) as k3,
+        pytest.raises(Exception, match="redacted") as caught,
+    ):
+        k3.chat(ASK)
     assert KEY not in caplog.text + repr(caught.value) + str(caught.value) + repr(k3)
 
 

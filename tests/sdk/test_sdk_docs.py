@@ -15,9 +15,8 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "sdk.md"
-SNIPPETS = dict(
-    re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-)
+SECTION = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", re.MULTILINE | re.DOTALL)
+SNIPPETS = dict(SECTION.findall(PAGE.read_text("utf-8")))
 ADDRESS = "http://127.0.0.1:8000/v1"
 
 
@@ -51,6 +50,7 @@ def test_snippet(title: str, address: str, tmp_path: Path) -> None:
         assert "spent or held" in done.stdout
         k3eval = str(Path(sys.executable).with_name("k3eval"))
         listed = subprocess.run(
-            [k3eval, "usage", "ledger.sqlite", "--json"], cwd=tmp_path, capture_output=True, timeout=60, check=True
-        )
+            [k3eval, "usage", "ledger.sqlite", "--json"],
+            cwd=tmp_path, capture_output=True, timeout=60, check=True,
+        )  # fmt: skip
         assert json.loads(listed.stdout)["calls"] > 0

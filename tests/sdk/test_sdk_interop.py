@@ -1,4 +1,4 @@
-"""Other people's clients on the meter: the real ``openai`` package, and one agent framework, over real HTTP."""
+"""Other clients on the meter: the real ``openai`` package and one agent framework, over real HTTP."""
 
 from __future__ import annotations
 
@@ -148,9 +148,11 @@ def test_errors_stay_the_clients_own(
 
 
 def test_nobody_listens(meter: Meter) -> None:
-    with openai_client("local", base_url="http://127.0.0.1:9/v1", meter=meter, retry=QUICK) as client:
-        with pytest.raises(openai.APIConnectionError):
-            client.chat.completions.create(model="a", messages=ASK)
+    with (
+        openai_client("local", base_url="http://127.0.0.1:9/v1", meter=meter, retry=QUICK) as client,
+        pytest.raises(openai.APIConnectionError),
+    ):
+        client.chat.completions.create(model="a", messages=ASK)
     assert [row.state for row in meter.ledger.attempts()] == ["settled", "settled"]
 
 
@@ -266,15 +268,16 @@ def test_clients_of_both_kinds_share_a_ledger(server: HttpServer, tmp_path: obje
 
 def test_httpx2_client(server: HttpServer, meter: Meter) -> None:
     server.play(CACHED)
-    with metered_httpx2_client("moonshot", base_url=server.url, api_key=KEY, meter=meter) as http:
-        with openai.OpenAI(base_url=server.url, api_key=KEY, http_client=http, max_retries=0) as client:
-            assert (
-                client.chat.completions.create(model="kimi-k3", messages=ASK).choices[0].message.content
-                == "42"
-            )
-            server.play(Reply((shapes.sse(shapes.MOONSHOT_TOOL_STREAM[:3]),), headers=SSE, cut=True))
-            with pytest.raises((openai.APIConnectionError, httpx2.RemoteProtocolError)):
-                list(client.chat.completions.create(model="kimi-k3", messages=ASK, stream=True))
+    with (
+        metered_httpx2_client("moonshot", base_url=server.url, api_key=KEY, meter=meter) as http,
+        openai.OpenAI(base_url=server.url, api_key=KEY, http_client=http, max_retries=0) as client,
+    ):
+        assert (
+            client.chat.completions.create(model="kimi-k3", messages=ASK).choices[0].message.content == "42"
+        )
+        server.play(Reply((shapes.sse(shapes.MOONSHOT_TOOL_STREAM[:3]),), headers=SSE, cut=True))
+        with pytest.raises((openai.APIConnectionError, httpx2.RemoteProtocolError)):
+            list(client.chat.completions.create(model="kimi-k3", messages=ASK, stream=True))
     assert [row.state for row in meter.ledger.attempts()] == ["settled", "unknown"]
 
 

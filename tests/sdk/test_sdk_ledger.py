@@ -325,7 +325,9 @@ def test_a_budget_of_nothing_lets_a_free_host_work() -> None:
 def test_no_price_and_a_money_budget_is_an_error() -> None:
     meter = Meter(budget=FIVE_CENTS, notify=lambda _: None)
     options = {"base_url": "https://api.example.com/v1", "meter": meter}
-    with K3("compatible", "m", transport=ScriptedTransport(answer()), **options) as k3:  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="no price is known"):
-            k3.chat([Message.user("hi")])
+    with (
+        K3("compatible", "m", transport=ScriptedTransport(answer()), **options) as k3,  # type: ignore[arg-type]
+        pytest.raises(ConfigError, match="no price is known"),
+    ):
+        k3.chat([Message.user("hi")])
     assert list(meter.ledger.attempts()) == []

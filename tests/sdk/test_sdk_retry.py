@@ -380,9 +380,11 @@ def test_silence_is_limited(server: HttpServer, meter: Meter) -> None:
     release = slow(server, 30)
     limits = Timeouts(first_token=0.2, idle=0.2, total=5)
     once = RetryPolicy(max_attempts=1)
-    with K3("local", "a", base_url=server.url, meter=meter, timeouts=limits, retry=once) as k3:
-        with pytest.raises(TransportError, match="ReadTimeout"):
-            k3.chat(ASK)
+    with (
+        K3("local", "a", base_url=server.url, meter=meter, timeouts=limits, retry=once) as k3,
+        pytest.raises(TransportError, match="ReadTimeout"),
+    ):
+        k3.chat(ASK)
     release.set()
     (row,) = meter.ledger.attempts()
     assert row.state == "unknown"
@@ -429,9 +431,12 @@ def test_keep_alives_do_not_keep_a_call_alive(
 ) -> None:
     server.handler = Clock(packet)
     once = RetryPolicy(max_attempts=1)
-    with K3("local", "a", base_url=server.url, meter=meter, timeouts=limits, retry=once) as k3:
-        with pytest.raises(TransportError, match=said), k3.stream(ASK) as stream:
-            stream.completion()
+    with (
+        K3("local", "a", base_url=server.url, meter=meter, timeouts=limits, retry=once) as k3,
+        pytest.raises(TransportError, match=said),
+        k3.stream(ASK) as stream,
+    ):
+        stream.completion()
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -478,7 +483,7 @@ def test_cancelled_task_settles_its_attempt(server: HttpServer, meter: Meter) ->
     async def run() -> None:
         async with AsyncK3("moonshot", "kimi-k3", base_url=server.url, api_key=KEY, meter=meter) as k3:
             task = asyncio.create_task(k3.chat(ASK))
-            while not server.requests:
+            while not server.requests:  # noqa: ASYNC110 - the server runs in a thread and knows no events of the loop
                 await asyncio.sleep(0.01)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

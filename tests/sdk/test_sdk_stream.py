@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -27,7 +28,6 @@ from k3eval.meter.scan import StreamScanner
 from k3eval.sse import MAX_EVENT_BYTES, SseParser
 from k3eval.stream import Reply, StreamDecoder
 from k3eval.testing import packets
-import itertools
 
 
 def decode(*parts: bytes) -> tuple[Reply, list[StreamEvent]]:
@@ -95,9 +95,9 @@ def test_keep_alives_are_counted() -> None:
 def test_an_endless_event_is_refused() -> None:
     parser = SseParser()
     part = b"x" * (MAX_EVENT_BYTES // 4 + 1)
+    fed = (parser.feed(part) for _ in range(5))
     with pytest.raises(ProtocolError, match="larger than"):
-        for _ in range(5):
-            parser.feed(part)
+        list(fed)
 
 
 # -- shapes of hosts -------------------------------------------------------------------------------
@@ -321,7 +321,8 @@ def test_bytes_that_are_no_text() -> None:
     [
         '{"choices":null}', '{"choices":{}}', '{"choices":[null]}', '{"choices":[{"delta":null}]}',
         '{"choices":[{"delta":{"content":5}}]}', '{"choices":[{"delta":{"tool_calls":[null,{}]}}]}',
-        '{"choices":[{"delta":{"content":[{"type":"text","text":""}]}}]}', '{"usage":5}', '{"usage":[]}', "{}",
+        '{"choices":[{"delta":{"content":[{"type":"text","text":""}]}}]}', '{"usage":5}', '{"usage":[]}',
+        "{}",
         '{"choices":[{"index":1,"delta":{"content":"other choice"}}]}', '{"choices":[{"finish_reason":""}]}',
     ],
 )  # fmt: skip

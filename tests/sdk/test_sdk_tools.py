@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - schemas stand beside what they become
 from __future__ import annotations
 
 import asyncio
