@@ -58,7 +58,8 @@ SHAPES: Final[Mapping[str, EpisodeShape]] = {
     "recall-16k": EpisodeShape(Shape(noise=NoiseShape(1.0, (1360, 1360), after=1.0))),
 }
 """Named distributions to measure on. ``plain`` is what ``generate`` writes. ``noise-500`` puts about 500
-tokens of unrelated output before the failing test's name, ``recall-N`` about N between the name and its use."""
+tokens of unrelated output before the failing test's name, ``recall-N`` about N between it and its use.
+"""
 
 
 class _Writer:

@@ -23,7 +23,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoiseShape:
-    """``share`` of the projects print some ``lines`` (a range); ``after`` of those do so after the summary."""
+    """``share`` of the projects print some ``lines`` (a range), ``after`` of them behind the summary."""
 
     share: float = 0.0
     lines: tuple[int, int] = (1, 8)
