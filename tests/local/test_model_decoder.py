@@ -9,6 +9,7 @@ from model_helpers import TINY, all_experts, random_ids, shaken
 from torch import Tensor
 
 from k3eval_local.model import K3Config, K3Model, KDAState, MLAState, ModelState
+from k3eval_local.model.state import Segment
 
 A = K3Config.scaled("a")
 FORMS = [
@@ -246,6 +247,23 @@ def test_gradients_reach_every_parameter(forms: dict[str, str]) -> None:
         "model.layers.0.self_attention_res_norm.weight",
         "model.layers.0.self_attention_res_proj.weight",
     }
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("past", [(3, 3), (3, 1)], ids=["even", "ragged"])
+def test_attention_layers_stay_on_their_device(past: tuple[int, int]) -> None:
+    """The meta device refuses to mix with tensors of the CPU, as a GPU would."""
+    model = K3Model(A, device="meta")
+    x = torch.zeros(2, 5, A.hidden_size, device="meta")
+    state = ModelState.empty(A, 2, torch.float32, "meta")
+    mla_state = MLAState(torch.zeros(2, 3, A.latent_cache_width, device="meta"))
+    for segment in (Segment(past, (5, 5), 5), Segment(past, (5, 2), 5)):
+        for layer, before in zip(model.layers, state.layers, strict=True):
+            for kda, mla in (("chunk", "expanded"), ("recurrent", "absorbed")):
+                before = before if isinstance(before, KDAState) else mla_state
+                y, _ = layer.attention(x, before, segment, kda, mla)  # type: ignore[arg-type]
+                assert y.is_meta
+                assert y.shape == x.shape
 
 
 def test_autocast_leaves_the_state_in_fp32() -> None:

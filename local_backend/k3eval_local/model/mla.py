@@ -142,7 +142,7 @@ class MLA(nn.Module):
 
 def causal_mask(new: int, total: int, device: torch.device) -> Tensor:
     """[new, total] bool: query i, the token at ``total - new + i``, sees all up to itself."""
-    return torch.ones(new, total, dtype=torch.bool).tril(total - new)
+    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
 
 
 def attention_mask(segment: Segment, cached: int, device: torch.device) -> Tensor | None:
@@ -157,8 +157,8 @@ def attention_mask(segment: Segment, cached: int, device: torch.device) -> Tenso
             if cached == 0 or segment.width == 1
             else causal_mask(segment.width, cached + segment.width, device)
         )
-    past = torch.tensor(segment.past)
-    seen = torch.arange(cached) < past[:, None]
+    past = torch.tensor(segment.past, device=device)
+    seen = torch.arange(cached, device=device) < past[:, None]
     causal = causal_mask(segment.width, segment.width, device).expand(len(segment.past), -1, -1)
     return torch.cat([seen[:, None].expand(-1, segment.width, -1), causal], dim=-1)
 
@@ -169,7 +169,8 @@ def _compact(joined: Tensor, cached: int, segment: Segment) -> Tensor:
         return joined
     past = torch.tensor(segment.past, device=joined.device)[:, None]
     total = past + torch.tensor(segment.new, device=joined.device)[:, None]
-    slots = torch.arange(int(total.max()), device=joined.device)[None]
+    longest = max(before + new for before, new in zip(segment.past, segment.new, strict=True))
+    slots = torch.arange(longest, device=joined.device)[None]
     source = torch.where(slots < past, slots, slots - past + cached)
     source = source.clamp(max=joined.shape[1] - 1)[..., None].expand(-1, -1, joined.shape[2])
     return joined.gather(1, source) * (slots < total)[..., None]
