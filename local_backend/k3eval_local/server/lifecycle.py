@@ -218,7 +218,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop in order. The signal is not raised again: a stop that was asked for is a success."""
-        self.force_exit = self.should_exit
+        self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
 
