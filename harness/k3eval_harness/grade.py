@@ -103,8 +103,8 @@ def grade(
     """Run the hidden tests over ``captured`` in a new container described by ``spec``.
 
     What the tests leave in /logs/verifier is copied to ``verifier_dir``, what the agent changed is written to
-    ``changes`` as a patch. Raises VerifierError when there is
-    no usable reward, SandboxError when the container fails.
+    ``changes`` as a patch. Raises VerifierError when there is no usable reward, SandboxError when the
+    container fails.
     """
     verifier = task.config.verifier
     user = str(verifier.user) if verifier.user is not None else "0"
@@ -130,12 +130,12 @@ def grade(
         # everything dies before the reward is read: what the tests started cannot change it any more
         sandbox.freeze()
         check_cancelled()
-        _collect(sandbox, verifier_dir)
+        left = _collect(sandbox, verifier_dir)
         if result.timed_out:
             raise VerifierError(
                 f"the hidden tests ran longer than {verifier.timeout_sec:g} s (timeout_sec in [verifier])"
             )
-        rewards = read_rewards(sandbox.read_file)
+        rewards = read_rewards({name: verifier_dir / name for name in left})
         if rewards is None:
             raise VerifierError(
                 f"the hidden tests left no /logs/verifier/reward.txt or reward.json after {seconds:.0f} s"
@@ -150,12 +150,13 @@ def grade(
     return Grade(Outcome.PASSED if passed else Outcome.FAILED, rewards, tests, detail)
 
 
-def read_rewards(read_file: Callable[[str, int], bytes | None]) -> dict[str, float] | None:
+def read_rewards(files: Mapping[str, Path]) -> dict[str, float] | None:
     """Harbor's rule: ``reward.json`` (a flat object of numbers) first, else ``reward.txt`` (one number).
 
-    None when neither exists. Raises VerifierError for anything else, NaN and infinity included.
+    ``files`` maps the names found in /logs/verifier to host paths. None when neither exists. Raises
+    VerifierError for anything else, NaN and infinity included.
     """
-    raw = read_file("/logs/verifier/reward.json", REWARD_BYTES)
+    raw = _reward_bytes(files, "reward.json")
     if raw is not None:
         try:
             data = json.loads(raw)
@@ -164,7 +165,7 @@ def read_rewards(read_file: Callable[[str, int], bytes | None]) -> dict[str, flo
         if not isinstance(data, dict) or not data:
             raise VerifierError("reward.json must be a flat object of numbers, with at least one")
         return {str(key): _number(value, f"reward.json: {key}") for key, value in data.items()}
-    raw = read_file("/logs/verifier/reward.txt", REWARD_BYTES)
+    raw = _reward_bytes(files, "reward.txt")
     if raw is None:
         return None
     text = raw.decode("utf-8", errors="replace").strip()
@@ -174,6 +175,15 @@ def read_rewards(read_file: Callable[[str, int], bytes | None]) -> dict[str, flo
         return {"reward": _number(float(text), "reward.txt")}
     except ValueError as error:
         raise VerifierError(f"reward.txt holds no number: {text[:80]!r}") from error
+
+
+def _reward_bytes(files: Mapping[str, Path], name: str) -> bytes | None:
+    path = files.get(name)
+    if path is None:
+        return None
+    if path.stat().st_size > REWARD_BYTES:
+        raise VerifierError(f"{name} is longer than {REWARD_BYTES} bytes")
+    return path.read_bytes()
 
 
 def main_reward(rewards: Mapping[str, float]) -> float:
@@ -218,6 +228,8 @@ def _write_changes(sandbox: Sandbox, captured: tuple[CapturedPath, ...], changes
 def _lay_over(sandbox: Sandbox, root: Shell, captured: tuple[CapturedPath, ...]) -> None:
     """Replace each captured path: what the agent deleted must not reappear from the image."""
     for item in captured:
+        if item.path == LOGS_ARTIFACTS and not item.stats.files:
+            continue
         parent = posixpath.dirname(item.path)
         _must(root, f"rm -rf -- {shlex.quote(item.path)} && mkdir -p -- {shlex.quote(parent)}")
         if item.archive is not None:
@@ -232,12 +244,14 @@ def _must(shell: Shell, command: str) -> None:
         raise SandboxError(f"preparing the grading container failed: {' '.join(result.text.split())[-200:]}")
 
 
-def _collect(sandbox: Sandbox, verifier_dir: Path) -> None:
+def _collect(sandbox: Sandbox, verifier_dir: Path) -> tuple[str, ...]:
+    """Copy /logs/verifier to the host; returns the names of the regular files in it."""
     with tempfile.TemporaryFile() as archive:
         try:
-            if sandbox.download("/logs/verifier", archive, LOGS_LIMIT):
-                archive.seek(0)
-                extract(archive, verifier_dir, LOGS_LIMIT)
+            if not sandbox.download("/logs/verifier", archive, LOGS_LIMIT):
+                return ()
+            archive.seek(0)
+            return extract(archive, verifier_dir, LOGS_LIMIT)
         except SizeLimitExceeded as error:
             raise VerifierError(f"the hidden tests wrote too much: {error.message}") from error
 

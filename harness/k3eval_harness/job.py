@@ -78,9 +78,10 @@ def run_job(config: JobConfig, observer: JobObserver, cancel: threading.Event) -
     agent = make_agent(config.agent)
     client = connect()
     try:
-        check_disk(client)
+        engine = engine_info(client)
+        check_disk(client, info=engine)
         with _served(config, cancel) as (model, info), _clients(config, model) as clients:
-            return _JobRun(config, plan, agent, client, observer, cancel, clients, info).run()
+            return _JobRun(config, plan, agent, client, engine, observer, cancel, clients, info).run()
     finally:
         client.close()
 
@@ -129,6 +130,7 @@ class _JobRun:
         plan: JobPlan,
         agent: Agent,
         client: DockerClient,
+        engine: EngineInfo,
         observer: JobObserver,
         cancel: threading.Event,
         clients: ClientFactory,
@@ -148,7 +150,7 @@ class _JobRun:
         self._images = ImageBuilder(client, self._log, self._stop)
         self._started_at = utc_now()
         self._start = time.monotonic()
-        self._engine: EngineInfo = engine_info(client)
+        self._engine = engine
         self._provenance: Provenance = collect_provenance(self._engine.version, _date_of(clients.price_row))
 
     def run(self) -> JobSummary:

@@ -9,6 +9,7 @@ import contextlib
 import os
 import socket
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -68,6 +69,7 @@ class ExecChannel:
     ) -> None:
         self._api = api
         self._demultiplexer = Demultiplexer()
+        self._reading = threading.Lock()
         with engine_errors("starting a shell in the container"):
             self._exec_id = str(
                 api.exec_create(
@@ -98,20 +100,23 @@ class ExecChannel:
 
     def send(self, data: bytes, timeout_s: float) -> None:
         """See ``Channel``."""
-        self._socket.settimeout(timeout_s)
         try:
+            self._socket.settimeout(timeout_s)
             self._socket.sendall(data)
         except OSError as error:
             raise SandboxError(f"the container's shell takes no input: {error}") from error
 
     def receive(self, timeout_s: float) -> bytes:
         """See ``Channel``."""
-        self._socket.settimeout(max(timeout_s, 0.001))
         while True:
             try:
-                data = self._socket.recv(_READ_BYTES)
-            except ConnectionResetError:
-                return b""
+                with self._reading:
+                    self._socket.settimeout(max(timeout_s, 0.001))
+                    data = self._socket.recv(_READ_BYTES)
+            except TimeoutError:
+                raise
+            except OSError:
+                return b""  # reset, or closed from another thread
             if not data:
                 return b""
             if payload := self._demultiplexer.feed(data):
@@ -125,9 +130,12 @@ class ExecChannel:
         return None
 
     def close(self) -> None:
-        """See ``Channel``."""
+        """See ``Channel``. Wakes a reader in another thread."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        with contextlib.suppress(OSError):
-            self._socket.close()
-        self._response.close()
+        # only when no reader is left: a descriptor that is closed under it can be given to a new connection
+        # at once, and the reader would then wait on that one
+        with self._reading:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+            self._response.close()

@@ -110,14 +110,7 @@ class DockerSandbox:
         run_as = user or self._user
         variables = {**self._env, **(env or {})}
 
-        def open_channel() -> ExecChannel:
-            return ExecChannel(
-                self._client.api, self._id, SHELL_ARGV, user=run_as, workdir="/", env=variables
-            )
-
-        shell = PersistentShell(open_channel, lambda: self._kill_all(run_as), cwd or self._workdir)
-        self._shells.append(shell)
-        return shell
+        return self._new_shell(SHELL_ARGV, run_as, variables, cwd or self._workdir)
 
     def upload(self, source: Path, target: str, *, ignore: Sequence[str] = ()) -> None:
         """See ``Sandbox``."""
@@ -196,18 +189,25 @@ class DockerSandbox:
 
     def run_once(self, script: str, *, user: str, timeout_s: float) -> tuple[int | None, str]:
         """Run a short script of our own in a shell of its own; returns (exit code, output)."""
-        shell = PersistentShell(
-            lambda: ExecChannel(
-                self._client.api, self._id, ["/bin/sh"], user=user, workdir="/", env=self._env
-            ),
-            lambda: self._kill_all(user),
-            "/",
-        )
+        shell = self._new_shell(["/bin/sh"], user, self._env, "/")
         try:
             result = shell.run(script, timeout_s=timeout_s)
         finally:
             shell.close()
         return result.exit_code, result.text
+
+    def _new_shell(self, argv: Sequence[str], user: str, env: Mapping[str, str], cwd: str) -> PersistentShell:
+        def open_channel() -> ExecChannel:
+            channel = ExecChannel(self._client.api, self._id, argv, user=user, workdir="/", env=env)
+            if self._closed.locked():
+                # closed from another thread meanwhile: a shell of a removed container may never say a word
+                channel.close()
+                raise SandboxError("the container was removed")
+            return channel
+
+        shell = PersistentShell(open_channel, lambda: self._kill_all(user), cwd)
+        self._shells.append(shell)
+        return shell
 
     def _close_shells(self) -> None:
         # with a shell still attached, removal waits for it more than a second

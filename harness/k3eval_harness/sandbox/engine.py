@@ -79,9 +79,9 @@ def engine_info(client: DockerClient) -> EngineInfo:
     )
 
 
-def disk_free(client: DockerClient) -> int | None:
+def disk_free(client: DockerClient, info: EngineInfo | None = None) -> int | None:
     """Free bytes where the engine keeps its data; None when that is on another machine."""
-    root = engine_info(client).root_dir
+    root = (info or engine_info(client)).root_dir
     if not root or not Path(root).parent.exists():
         return None
     probe = Path(root)
@@ -90,9 +90,9 @@ def disk_free(client: DockerClient) -> int | None:
     return shutil.disk_usage(probe).free
 
 
-def check_disk(client: DockerClient, need: int = MIN_FREE_BYTES) -> None:
+def check_disk(client: DockerClient, need: int = MIN_FREE_BYTES, info: EngineInfo | None = None) -> None:
     """Raise SandboxError when less than ``need`` bytes are free for images and containers."""
-    free = disk_free(client)
+    free = disk_free(client, info)
     if free is not None and free < need:
         raise SandboxError(
             f"only {free / 1024**3:.1f} GiB free for Docker, {need / 1024**3:.1f} GiB are needed: "
@@ -105,13 +105,14 @@ def engine_errors(what: str) -> Iterator[None]:
     """Turn the docker package's and the socket's errors into SandboxError: ``what`` failed, and why."""
     import requests
     from docker.errors import APIError, DockerException
+    from urllib3.exceptions import HTTPError
 
     try:
         yield
     except APIError as error:
         reason = error.explanation or str(error)
         raise SandboxError(f"{what} failed: {_brief(str(reason))}") from error
-    except (DockerException, requests.RequestException, OSError) as error:
+    except (DockerException, requests.RequestException, HTTPError, OSError) as error:
         raise SandboxError(
             f"{what} failed: {_brief(str(error))}; does the Docker engine still run?"
         ) from error

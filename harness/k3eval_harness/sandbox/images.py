@@ -72,7 +72,9 @@ def image_repository(task: Task) -> str:
     ready = task.config.environment.docker_image
     if ready:
         return ready
-    slug = re.sub(r"[^a-z0-9]+", "-", task.short_name.lower()).strip("-") or "task"
+    # tasks whose files are injected differ in nothing that the image holds
+    name = task.family or task.short_name if task.extras.inject else task.short_name
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "task"
     return f"k3eval/{slug[:60].strip('-')}"
 
 
@@ -205,6 +207,7 @@ class _AbortableBuild:
         self._deadline = time.monotonic() + seconds
         self._done = threading.Event()
         self._sockets: list[socket.socket] = []
+        self._responses: list[Response] = []
         self.aborted: str | None = None
         self.api: APIClient
 
@@ -222,9 +225,12 @@ class _AbortableBuild:
         self._thread.join()
         for connection in self._sockets:
             connection.close()
+        for response in self._responses:
+            response.close()
         self.api.close()
 
     def _remember(self, response: Response, *unused: object, **also_unused: object) -> None:
+        self._responses.append(response)
         # only the streamed reply of the build still has its connection open
         with contextlib.suppress(OSError, ValueError, AttributeError):
             self._sockets.append(socket.socket(fileno=os.dup(response.raw.fileno())))

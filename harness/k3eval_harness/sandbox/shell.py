@@ -144,13 +144,14 @@ class PersistentShell:
                 return CommandResult(text, code, truncated_bytes=missing, cwd=self._cwd)
 
     def close(self) -> None:
-        """End the shell. Never raises."""
+        """End the shell. Never raises. From another thread it ends the command in flight."""
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
     def _start(self) -> Channel:
-        channel = self._open_channel()
+        # known from the start, so that close() from another thread reaches it
+        channel = self._channel = self._open_channel()
         try:
             mark = EndMark()
             setup = f"exec 2>&1\ncd -- {shlex.quote(self._cwd)} 2>/dev/null\n"
@@ -166,15 +167,14 @@ class PersistentShell:
                 seen.feed(output)
                 if end is not None:
                     self._cwd = end[1]
-                    self._channel = channel
                     return channel
                 if not data:
                     seen.feed(mark.rest())
                     break
         except BaseException:
-            channel.close()
+            self.close()
             raise
-        channel.close()
+        self.close()
         reason = " ".join(seen.result()[0].decode("utf-8", "replace").split()) or "it said nothing"
         raise SandboxError(f"no shell starts in the container: {reason}")
 
