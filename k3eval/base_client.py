@@ -33,12 +33,13 @@ from k3eval.providers.base import Capabilities, Provider, is_k3_family
 from k3eval.redact import redact, remember_secret
 from k3eval.refs import ModelRef
 from k3eval.results import Completion, Cost
-from k3eval.tokens import TokenCount, count_locally
+from k3eval.tokens import LONGEST_TOKENS, TokenCount, count_locally
 from k3eval.tools import AnyTool, ToolSpec, specs_of
 
 if TYPE_CHECKING:
     import httpx
 
+    from k3eval.meter.cache import PrefixCheck
     from k3eval.meter.call import CallContext
 
 Tools: TypeAlias = Sequence[ToolSpec | AnyTool]
@@ -234,17 +235,19 @@ class BaseClient:
         """Write a call down for the transport; refuses what cannot be sent or cannot fit."""
         import httpx
 
+        from k3eval.meter.cache import write_body
         from k3eval.meter.call import CallContext
         from k3eval.meter.transport import CONTEXT
 
         body = self.provider.body(request, self.meter.notices)
         try:
-            data = write_json(body)
+            data, prefix = write_body(body)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the request cannot be written as JSON: {error}") from error
-        self._guard(request, len(data))
+        check = self.meter.prefixes.check(prefix)
+        self._guard(request, len(data), check)
         limits = self.timeouts
-        context = CallContext(body=body, timeouts=limits)
+        context = CallContext(body=body, check=check, timeouts=limits)
         silence = limits.idle if request.stream else max(limits.idle, limits.first_token)
         return (
             httpx.Request(
@@ -267,13 +270,17 @@ class BaseClient:
         connect = self.timeouts.connect
         return {"connect": connect, "read": read, "write": self.timeouts.idle, "pool": None}
 
-    def _guard(self, request: ChatRequest, size: int) -> None:
+    def _guard(self, request: ChatRequest, size: int, check: PrefixCheck) -> None:
         """Refuse a prompt that cannot fit the context, before it is paid for."""
         row = self._row()
         context = self._context or (None if row is None else row.context)
         if context is None or size < context:  # a token has at least one byte
             return
-        tokens = count_locally(request.messages, request.tools).lower_bound
+        known, rest = check.known_prompt
+        if known:
+            tokens = known + int(rest / LONGEST_TOKENS)
+        else:
+            tokens = count_locally(request.messages, request.tools).lower_bound
         if tokens > context:
             raise ContextOverflowError(
                 f"the prompt has at least {tokens} tokens, {self.model} takes {context};"
@@ -355,6 +362,14 @@ class BaseClient:
         if total is None:
             raise ProtocolError(f"{self.provider.name} gave no token estimate")
         return TokenCount(total, "host", 0.0)
+
+    def receipt(self, request_id: str) -> httpx.Request:
+        """Return the request for the charge of one call; ``ConfigError`` where the host cannot say."""
+        from urllib.parse import quote
+
+        if self.provider.receipt_path is None:
+            raise ConfigError(f"{self.provider.name} does not say what a single call was charged")
+        return self.plain("GET", f"{self.provider.receipt_path}?id={quote(request_id, safe='')}")
 
     def balance_path(self) -> str:
         """Return where the account's balance stands; ``ConfigError`` where the host has none."""

@@ -6,8 +6,10 @@ in ``BaseClient``, so the two differ in nothing but waiting.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack, cast
 
@@ -151,6 +153,22 @@ class K3(BaseClient):
         """Return the money left in the account; ``ConfigError`` where the host has no such endpoint."""
         return self.provider.read_balance(self._ask(self.plain("GET", self.balance_path())))
 
+    def charged(self, request_id: str, *, wait_s: float = 15.0) -> Decimal | None:
+        """Return what the host charged for one call, also for a stream that broke off (OpenRouter only).
+
+        The host needs a moment to know: asked again for ``wait_s`` seconds at most, ``None`` after that.
+        """
+        last = time.monotonic() + wait_s
+        while True:
+            try:
+                return self.provider.read_receipt(self._ask(self.receipt(request_id)))
+            except BadRequestError as error:
+                if error.status != 404:
+                    raise
+            if time.monotonic() >= last:
+                return None
+            time.sleep(min(1.0, wait_s / 10))
+
     def _chat(self, request: ChatRequest) -> Completion:
         prepared, context = self.prepare(request)
         self._transport.handle_request(prepared)
@@ -277,6 +295,21 @@ class AsyncK3(BaseClient):
         """Like ``K3.balance``."""
         return self.provider.read_balance(await self._ask(self.plain("GET", self.balance_path())))
 
+    async def charged(self, request_id: str, *, wait_s: float = 15.0) -> Decimal | None:
+        """Like ``K3.charged``."""
+        import asyncio
+
+        last = time.monotonic() + wait_s
+        while True:
+            try:
+                return self.provider.read_receipt(await self._ask(self.receipt(request_id)))
+            except BadRequestError as error:
+                if error.status != 404:
+                    raise
+            if time.monotonic() >= last:
+                return None
+            await asyncio.sleep(min(1.0, wait_s / 10))
+
     async def _chat(self, request: ChatRequest) -> Completion:
         prepared, context = self.prepare(request)
         await self._transport.handle_async_request(prepared)
@@ -323,6 +356,9 @@ class Stream:
 
     def __iter__(self) -> Iterator[StreamEvent]:
         return self._events
+
+    def __next__(self) -> StreamEvent:
+        return next(self._events)
 
     def completion(self) -> Completion:
         """Read what is left and return the whole reply."""
@@ -373,6 +409,9 @@ class AsyncStream:
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         return self._events
+
+    async def __anext__(self) -> StreamEvent:
+        return await anext(self._events)
 
     async def completion(self) -> Completion:
         """Read what is left and return the whole reply."""

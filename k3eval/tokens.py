@@ -41,6 +41,8 @@ compared."""
 OTHER_SCRIPTS_ERROR: Final = 0.55
 """More for text in other scripts: the one Chinese text with a published count (2) is counted as 5."""
 BYTES_PER_TOKEN: Final = 3.6
+LONGEST_TOKENS: Final = 8.0
+"""Bytes a token that no text has been seen to pass: bytes divided by it are a lower bound."""
 BYTES_ERROR: Final = 0.9
 """Seen: 5.5 bytes a token (English), 3.7 to 4.9 (Python sources), 2.6 (tables), 1.9 (hashes)."""
 _LONGEST_RUN: Final = 25_000

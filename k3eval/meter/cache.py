@@ -193,11 +193,24 @@ class PrefixWatch:
                 self._turns.popitem(last=False)
 
 
-def prefix_of(body: Mapping[str, JsonValue]) -> Prefix:
-    """Reduce a request body to its prefix."""
-    raw = body.get("messages")
-    messages: Sequence[JsonValue] = raw if isinstance(raw, list) else ()
+def write_body(body: Mapping[str, JsonValue]) -> tuple[bytes, Prefix]:
+    """Serialise a request body and reduce it to its prefix; long conversations are written once for both."""
+    messages = _messages(body)
     written = [write_json(message) for message in messages]
+    parts = [
+        write_json(name)
+        + b":"
+        + (b"[" + b",".join(written) + b"]" if value is messages else write_json(value))
+        for name, value in body.items()
+    ]
+    return b"{" + b",".join(parts) + b"}", prefix_of(body, written)
+
+
+def prefix_of(body: Mapping[str, JsonValue], written: Sequence[bytes] | None = None) -> Prefix:
+    """Reduce a request body to its prefix. ``written``: its messages, where they are serialised already."""
+    messages = _messages(body)
+    if written is None:
+        written = [write_json(message) for message in messages]
     digests = tuple(_message_digest(m, data) for m, data in zip(messages, written, strict=True))
     roles = tuple(str(message.get("role")) if isinstance(message, dict) else "?" for message in messages)
     first = next((i for i, role in enumerate(roles) if role not in ("system", "developer")), 0)
@@ -210,6 +223,11 @@ def prefix_of(body: Mapping[str, JsonValue]) -> Prefix:
         sizes=tuple(len(data) for data in written),
         opening=digests[first] if digests else b"",
     )
+
+
+def _messages(body: Mapping[str, JsonValue]) -> Sequence[JsonValue]:
+    raw = body.get("messages")
+    return raw if isinstance(raw, list) else ()
 
 
 def _message_digest(message: JsonValue, written: bytes) -> bytes:

@@ -92,6 +92,8 @@ class CallContext:
     """What watches the stream of the last attempt: a ``StreamDecoder`` for the typed client."""
     body: Mapping[str, JsonValue] | None = None
     """The request body, parsed; read from the bytes when not given."""
+    check: PrefixCheck | None = None
+    """The request compared with those before it; done here when not given."""
     timeouts: Timeouts | None = None
     attempts: list[Attempt] = field(default_factory=list)
     reply: Reply | None = None
@@ -126,7 +128,7 @@ class Call:
         self.host = provider.price_host or urlsplit(url).hostname or provider.name
         self.pinned = provider.pinned(parsed)
         self.summary = _summary(url, parsed, len(body))
-        self.check: PrefixCheck = meter.prefixes.check(prefix_of(parsed))
+        self.check = self.context.check or meter.prefixes.check(prefix_of(parsed))
         self.rows = meter.prices.worst(self.host, self.model, pinned=self.pinned)
         self.max_output = self._cap(parsed)
         known, rest = self.check.known_prompt

@@ -100,6 +100,7 @@ class _Core:
     def outcome(self, call: Call | None, error: K3EvalError) -> httpx.Response:
         """Return or raise what the caller gets after the last attempt."""
         if call is not None:
+            error.request = error.request or call.summary
             call.close(error)
             if call.typed:
                 raise error

@@ -28,6 +28,7 @@ from k3eval.errors import (
 from k3eval.jsontypes import JsonObject, JsonValue, as_int, as_object, as_str, read_object
 from k3eval.messages import Message
 from k3eval.meter.pricing import normal_model
+from k3eval.meter.usage_wire import money
 from k3eval.notices import Notices
 from k3eval.options import ChatRequest, Effort
 from k3eval.schema import check_tools, flatten
@@ -302,6 +303,8 @@ class Provider:
     models_path: ClassVar[str] = "/models"
     balance_path: ClassVar[str | None] = None
     estimate_path: ClassVar[str | None] = None
+    receipt_path: ClassVar[str | None] = None
+    """Where the charge for one call can be asked for, by its request id."""
 
     def read_models(self, data: Mapping[str, JsonValue]) -> tuple[ModelInfo, ...]:
         """Read the list of models."""
@@ -315,6 +318,10 @@ class Provider:
             for item in (found if isinstance(found, list) else ())
             if isinstance(item, dict)
         )
+
+    def read_receipt(self, data: Mapping[str, JsonValue]) -> Decimal | None:
+        """Read what one call was charged."""
+        return money((as_object(data.get("data")) or {}).get("total_cost"))
 
     def read_balance(self, data: Mapping[str, JsonValue]) -> Balance:
         """Read the account's balance; ``ConfigError`` where the host has none."""

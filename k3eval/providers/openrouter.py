@@ -25,6 +25,7 @@ class OpenRouter(Provider):
 
     moonshot_schemas: ClassVar[bool] = True
     balance_path: ClassVar[str | None] = "/credits"
+    receipt_path: ClassVar[str | None] = "/generation"
 
     def message(self, message: Message, request: ChatRequest, number: int) -> JsonObject:
         """Replay ``reasoning_details`` unchanged where they exist, else the text as ``reasoning``."""

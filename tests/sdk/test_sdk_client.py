@@ -104,6 +104,17 @@ def test_what_has_no_balance(meter: Meter) -> None:
         client("moonshot", meter, plain("<html>"))[0].balance()
 
 
+def test_what_a_single_call_was_charged(meter: Meter) -> None:
+    not_yet = failure(404, {"code": 404, "message": "not ready"})
+    receipt = plain('{"data":{"id":"gen-1","total_cost":0.00492,"provider_name":"X"}}')
+    k3, fake = client("openrouter", meter, not_yet, receipt, not_yet)
+    assert k3.charged("gen-1/?&", wait_s=3) == Decimal("0.00492")
+    assert fake.requests[0].url == "https://openrouter.ai/api/v1/generation?id=gen-1%2F%3F%26"
+    assert k3.charged("gen-2", wait_s=0) is None
+    with pytest.raises(ConfigError, match="single call"):
+        client("moonshot", meter)[0].charged("x")
+
+
 def test_other_endpoints_raise_the_hosts_errors(meter: Meter) -> None:
     k3, _ = client("moonshot", meter, failure(401, {"type": "incorrect_api_key_error", "message": "no"}))
     with pytest.raises(Exception, match="try provider moonshot-cn"):

@@ -294,8 +294,10 @@ def test_calls_through_the_client_stop_at_the_budget() -> None:
     with client(meter) as k3:
         k3.chat([Message.user("hi")])
         k3.chat([Message.user("hi")])
-        with pytest.raises(BudgetExceededError, match="Raise the budget or lower max_output"):
+        with pytest.raises(BudgetExceededError, match="Raise the budget or lower max_output") as caught:
             k3.chat([Message.user("hi")])
+    assert caught.value.request is not None
+    assert "model=kimi-k3" in caught.value.request
     assert meter.total.calls == 2
     assert meter.total.cost.computed == Decimal("0.03972")
 
