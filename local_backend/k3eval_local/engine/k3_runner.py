@@ -22,7 +22,7 @@ from k3eval_local.engine.runner import CacheLayout, Row
 from k3eval_local.model.accounting import count_parameters
 from k3eval_local.model.attn_res import BlockStream
 from k3eval_local.model.config import K3Config
-from k3eval_local.model.decoder import K3Model
+from k3eval_local.model.decoder import DecoderLayer, K3Model
 from k3eval_local.model.kda import KDA, SAFE_BOUND, kda_chunk, kda_step
 from k3eval_local.model.mla import MLA
 from k3eval_local.model.norm import wide
@@ -176,22 +176,27 @@ class K3Runner:
 
     def _run(self, ids: Tensor, segment: Segment, slots: slice | Tensor, attend: _Attend) -> Tensor:
         """All layers: ids [B, T] -> the vectors [B, T, d] before the final norm."""
-        model, config = self._model, self._model.config
-        stream = BlockStream(
-            model.model.embed_tokens(ids),
-            self._queries,
-            config.attn_res_block_size,
-            config.rms_norm_eps,
-            "direct",
-        )
+        model = self._model
+        stream = self._stream(model.model.embed_tokens(ids))
         for layer, place in zip(model.layers, self._places, strict=True):
             x = layer.input_layernorm(stream.read())
             if isinstance(layer.self_attn, KDA):
                 stream.write_attention(self._kda(layer.self_attn, place, x, segment, slots))
             else:
                 stream.write_attention(attend(layer.self_attn, self._latents[place], x))
-            stream.write_ffn(layer.feed_forward(stream.read())[0])
+            stream.write_ffn(self._feed_forward(layer, stream.read()))
         return stream.read()
+
+    def _stream(self, embedding: Tensor) -> BlockStream:
+        """The residual stream of one pass."""
+        config = self._model.config
+        return BlockStream(
+            embedding, self._queries, config.attn_res_block_size, config.rms_norm_eps, "direct"
+        )
+
+    def _feed_forward(self, layer: DecoderLayer, x: Tensor) -> Tensor:
+        """The feed-forward sublayer on its mixed input [B, T, d]."""
+        return layer.feed_forward(x)[0]
 
     def _kda(self, layer: KDA, place: int, x: Tensor, segment: Segment, slots: slice | Tensor) -> Tensor:
         """One KDA layer: x [B, T, d] -> [B, T, d]; the slots' states move on."""
