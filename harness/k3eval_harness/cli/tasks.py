@@ -137,18 +137,21 @@ def episodes(
     n: Annotated[int, typer.Option("--n", help="How many conversations.")] = 1000,
     seed: Annotated[int, typer.Option(help="Series; equal arguments write equal files.")] = 0,
     start: Annotated[int, typer.Option(help="Number of the first one, to write a series in parts.")] = 0,
+    shape: Annotated[str, typer.Option(help="training, or a distribution to measure on.")] = "training",
     json: AsJson = False,
 ) -> None:
     """Write conversations that repair generated tasks, to train a model on."""
     with one_line_errors():
         from k3eval_harness.cli.render import say
         from k3eval_harness.errors import UsageError
-        from k3eval_harness.task.mini.episodes import write_episodes
+        from k3eval_harness.task.mini.episodes import SHAPES, write_episodes
 
+        if shape not in SHAPES:
+            raise UsageError(f"no shape is called {shape!r}; there are {', '.join(SHAPES)}")
         if start < 0 or seed < 0:
             raise UsageError("--start and --seed must be 0 or more")
         with _whole_file(out) as file:
-            written = write_episodes(n, seed, file, start=start)
+            written = write_episodes(n, seed, file, start=start, shape=SHAPES[shape])
         if json:
             return print_json({"written": written, "seed": seed, "start": start, "out": str(out)})
         return say(f"{written} conversations of series {seed} are in {out}")
