@@ -11,6 +11,7 @@ Random weights of config A (and its all-MLA twin), seed 0. Writes ``engine-bench
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -226,9 +227,13 @@ def step_at(runner: K3Runner, context: int) -> Callable[[], float]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is really in use."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    """Anonymous memory of this process that is really in use; what the allocator merely keeps is given back.
+
+    File-backed pages are left out: the kernel drops them under pressure.
+    """
+    ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in status if line.startswith("RssAnon:")).split()[1]) * 1024
 
 
 def long_prompt(prompt_tokens: int, threads: int, *, bf16: bool) -> list[Measured]:
