@@ -12,7 +12,10 @@ echo 0 > /logs/verifier/reward.txt
 # What a work tree could use to reach into the test process from outside the package: start-up modules,
 # plugins, options, compiled files.
 touch "$guard/sitecustomize.py" "$guard/usercustomize.py"
-export PYTHONPATH="$guard" PYTHONPYCACHEPREFIX=/tmp/k3eval-pycache PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export PYTHONPATH="$guard" PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+if [ -n "$(find /app -name '*.pyc' -print -quit)" ]; then
+    export PYTHONPYCACHEPREFIX=/tmp/k3eval-pycache # costs a second: nothing compiled is read
+fi
 unset PYTEST_ADDOPTS PYTEST_PLUGINS
 
 cd /tmp || exit 1
