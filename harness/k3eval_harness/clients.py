@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -55,14 +56,22 @@ class ClientFactory:
     ) -> None:
         self.close_all()
 
-    def open_ledger(self, path: Path, job_id: str) -> None:
-        """Keep the money record in the file ``path`` from now on: it survives whatever ends the job."""
+    def open_ledger(self, path: Path, job_id: str, log: Callable[[str], None]) -> None:
+        """Keep the money record in the file ``path`` from now on: it survives whatever ends the job.
+
+        What the SDK warns about (privacy, stale prices) goes to ``log`` too.
+        """
         if self._model is None:
             return
         from k3eval import Budget, Ledger, Meter
+        from k3eval.notices import Notice, warn
+
+        def notify(notice: Notice) -> None:
+            log(f"{notice.code}: {notice.message}")
+            warn(notice)
 
         budget = Budget(max_cost=self._max_cost, currency=self._currency, scope=job_id)
-        self._meter = Meter(ledger=Ledger(path), budget=budget)
+        self._meter = Meter(ledger=Ledger(path), budget=budget, notify=notify)
 
     def new_client(self) -> K3:
         """A client of its own for one trial."""

@@ -34,7 +34,7 @@ from k3eval_harness.engine.events import (
     TurnStarted,
 )
 from k3eval_harness.engine.executor import Executor, ThreadExecutor
-from k3eval_harness.errors import BudgetError, Cancelled, HarnessError
+from k3eval_harness.errors import BudgetError, Cancelled, HarnessError, UsageError
 from k3eval_harness.journal import Journal, utc_now
 from k3eval_harness.launcher import local_server
 from k3eval_harness.plan import JobConfig, JobPlan, TrialPlan, plan_job
@@ -81,6 +81,7 @@ def run_job(config: JobConfig, observer: JobObserver, cancel: threading.Event) -
         engine = engine_info(client)
         check_disk(client, info=engine)
         with _served(config, cancel) as (model, info), _clients(config, model) as clients:
+            _check_price(config, clients)
             return _JobRun(config, plan, agent, client, engine, observer, cancel, clients, info).run()
     finally:
         client.close()
@@ -93,6 +94,17 @@ def _clients(config: JobConfig, model: ModelRef | None) -> ClientFactory:
         effort=config.effort,
         max_output=_max_output(config),
     )
+
+
+def _check_price(config: JobConfig, clients: ClientFactory) -> None:
+    """Refuse a limit on money that could not be kept."""
+    model = config.model
+    limited = config.max_cost is not None or config.limits.max_cost is not None
+    if model is not None and model.provider != "local" and limited and clients.price_row is None:
+        raise UsageError(
+            f"the price of {model.model} is unknown, so a limit on cost cannot be kept: drop --max-cost "
+            "or name a model that `k3eval models` shows a price for"
+        )
 
 
 def _max_output(config: JobConfig) -> int | None:
@@ -158,7 +170,7 @@ class _JobRun:
         config, plan = self._config, self._plan
         remember_secrets(os.environ)
         self._layout.root.mkdir(parents=True)
-        self._clients.open_ledger(self._layout.ledger, plan.job_id)
+        self._clients.open_ledger(self._layout.ledger, plan.job_id, self._log)
         self._write_harbor_inputs()
         journal = Journal(self._layout.journal)
         self._log(

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Final
 
-from k3eval_harness.errors import HarnessError, UsageError
+from k3eval_harness.errors import Cancelled, HarnessError, UsageError
 
 READY_SECONDS: Final = 180.0
 STOP_SECONDS: Final = 5.0
@@ -49,7 +49,8 @@ def local_server(
     """Serve the local model ``name`` for the length of the context.
 
     ``options`` are further command-line options of the server. Raises UsageError when the server refuses
-    its arguments (unknown model, port in use, broken checkpoint), HarnessError when it is not ready in time.
+    its arguments (unknown model, port in use, broken checkpoint), HarnessError when it is not ready in time,
+    Cancelled when ``cancel`` is set meanwhile.
     """
     command = [sys.executable, "-m", "k3eval_local.server", "--model", name, "--seed", str(seed)]
     command += ["--port", "0", "--parent-pid", str(os.getpid()), *options]
@@ -74,7 +75,9 @@ def _wait_ready(
     lines: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_pump, args=(process, lines), name="k3eval-local-server", daemon=True).start()
     deadline = time.monotonic() + ready_s
-    while time.monotonic() < deadline and not (cancel and cancel.is_set()):
+    while time.monotonic() < deadline:
+        if cancel is not None and cancel.is_set():
+            raise Cancelled("stopped by the user")
         try:
             line = lines.get(timeout=0.1)
         except queue.Empty:

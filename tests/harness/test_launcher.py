@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from k3eval import K3, Message, ModelRef
-from k3eval_harness.errors import HarnessError, UsageError
+from k3eval_harness.errors import Cancelled, UsageError
 from k3eval_harness.launcher import local_server
 
 
@@ -64,10 +64,8 @@ def test_an_unknown_model_is_one_line_and_leaves_nothing() -> None:
 def test_waiting_can_be_cancelled() -> None:
     cancel = threading.Event()
     cancel.set()
-    start = time.monotonic()
-    with pytest.raises(HarnessError), local_server("a", cancel=cancel):
+    with pytest.raises(Cancelled), local_server("a", cancel=cancel):
         pass
-    assert time.monotonic() - start < 60
 
 
 @pytest.mark.slow

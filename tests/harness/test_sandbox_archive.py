@@ -44,6 +44,7 @@ def _names(archive: io.BytesIO) -> list[str]:
         _member("app/tty", tarfile.CHRTYPE),
         _member("app/disk", tarfile.BLKTYPE),
         _member("app/pipe", tarfile.FIFOTYPE),
+        _member("app/soft/below"),
         _member("app/hard", tarfile.LNKTYPE, "/etc/shadow"),
         _member("app/hard", tarfile.LNKTYPE, "../etc/shadow"),
     ],
@@ -51,8 +52,8 @@ def _names(archive: io.BytesIO) -> list[str]:
 )
 def test_what_must_not_cross_over_is_dropped(bad: tarfile.TarInfo) -> None:
     out = io.BytesIO()
-    stats = check(_tar(_member("app/ok"), bad), out, 1000)
-    assert _names(out) == ["app/ok"]
+    stats = check(_tar(_member("app/ok"), _member("app/soft", tarfile.SYMTYPE, "/etc"), bad), out, 1000)
+    assert _names(out) == ["app/ok", "app/soft"]
     assert stats.dropped == (bad.name,)
 
 

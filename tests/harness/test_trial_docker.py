@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from harness_tasks import TEST, TOML, write_task
 
 from k3eval import ModelRef
+from k3eval.notices import K3EvalWarning
 from k3eval_harness.agent.protocol import AgentLimits
 from k3eval_harness.engine.events import JobEvent, TrialFinished, TurnStarted
 from k3eval_harness.errors import TaskError, UsageError
@@ -263,6 +265,25 @@ class TestBudgets:
         )
         assert (trial.outcome, trial.cause) == (Outcome.VOID, "verifier")
         assert "ran longer than 1 s" in (trial.detail or "")
+
+    def test_a_limit_on_money_stops_the_job_before_the_call(
+        self, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OPENROUTER_API_KEY", CANARY)
+        paths = [write_task(tmp_path, name) for name in ("one", "two")]
+        with ScriptedServer([]) as server, warnings.catch_warnings():
+            warnings.simplefilter("ignore", K3EvalWarning)
+            model = f"openrouter/moonshotai/kimi-k3@{server.base_url}"
+            summary, _ = runner.run(runner.config("k3", *paths, model=model, max_cost=Decimal("0.0001")))
+        assert (summary.void, summary.void_causes, summary.stopped_by) == (1, {"budget": 1}, "budget")
+        assert server.requests == []
+
+    def test_a_limit_on_money_without_a_price_is_refused(self, runner: Runner, tmp_path: Path) -> None:
+        config = runner.config(
+            "k3", write_task(tmp_path), model="compatible/x@http://h/v1", max_cost=Decimal(1)
+        )
+        with pytest.raises(UsageError, match="price of x is unknown"):
+            runner.run(config)
 
     def test_a_provider_that_refuses_voids_the_trial(self, runner: Runner, tmp_path: Path) -> None:
         trial = runner.play(write_task(tmp_path), Reply(status=401, error="no such key"))

@@ -53,6 +53,7 @@ def check(source: IO[bytes], sink: IO[bytes], limit: int) -> TreeStats:
     """
     files = size = 0
     dropped: list[str] = []
+    links: set[PurePosixPath] = set()
     with (
         tarfile.open(fileobj=source, mode="r|") as incoming,
         tarfile.open(fileobj=sink, mode="w") as outgoing,
@@ -60,15 +61,18 @@ def check(source: IO[bytes], sink: IO[bytes], limit: int) -> TreeStats:
         for count, member in enumerate(incoming):
             if count >= MAX_MEMBERS:
                 raise SizeLimitExceeded(f"more than {MAX_MEMBERS} files to copy out of the container")
-            if not is_safe(member):
+            name = PurePosixPath(member.name)
+            if not is_safe(member) or links.intersection(name.parents):
                 dropped.append(member.name)
                 continue
+            if member.issym():
+                links.add(name)
             size += member.size if member.isreg() else 0
             if size > limit:
                 raise SizeLimitExceeded(f"more than {limit // 1024**2} MiB to copy out of the container")
             files += member.isreg()
             member.mode &= _PERMISSIONS
-            member.pax_headers = {key: value for key, value in member.pax_headers.items() if key == "path"}
+            member.pax_headers = {}  # extended attributes: capabilities of files must not cross over
             outgoing.addfile(member, incoming.extractfile(member) if member.isreg() else None)
     return TreeStats(files=files, bytes=size, dropped=tuple(dropped[:20]))
 

@@ -187,6 +187,15 @@ class DockerSandbox:
         remove(self._client, self._id)
         self._on_close(self._id)
 
+    def set_up(self, user: str | None, *, hand_over: bool) -> None:
+        """Make the log folders, the working directory and the user; ``hand_over`` gives it that directory."""
+        arguments = shlex.join([user or "", str(DEFAULT_UID), self._workdir, str(int(hand_over))])
+        code, text = self.run_once(f"set -- {arguments}\n{_SETUP}", user="0", timeout_s=SETUP_SECONDS)
+        found = re.search(r"^k3eval-user=(.+)$", text, re.MULTILINE)
+        if code or not found:
+            raise SandboxError(f"the container cannot be set up: {' '.join(text.split())[-300:]}")
+        self._user = found[1]
+
     def run_once(self, script: str, *, user: str, timeout_s: float) -> tuple[int | None, str]:
         """Run a short script of our own in a shell of its own; returns (exit code, output)."""
         shell = self._new_shell(["/bin/sh"], user, self._env, "/")
@@ -261,7 +270,7 @@ class DockerProvider:
                 self._open[container_id] = sandbox
             with engine_errors("starting a container"):
                 self._client.api.start(container_id)
-            sandbox._user = self._set_up(sandbox, spec.user or image_user, workdir, spec.role)
+            sandbox.set_up(spec.user or image_user, hand_over=spec.role == "agent")
         except BaseException:
             sandbox.close()
             raise
@@ -314,11 +323,3 @@ class DockerProvider:
                 host_config=host,
             )
         return str(created["Id"])
-
-    def _set_up(self, sandbox: DockerSandbox, user: str | None, workdir: str, role: str) -> str:
-        arguments = shlex.join([user or "", str(DEFAULT_UID), workdir, "1" if role == "agent" else "0"])
-        code, text = sandbox.run_once(f"set -- {arguments}\n{_SETUP}", user="0", timeout_s=SETUP_SECONDS)
-        found = re.search(r"^k3eval-user=(.+)$", text, re.MULTILINE)
-        if code or not found:
-            raise SandboxError(f"the container cannot be set up: {' '.join(text.split())[-300:]}")
-        return found[1]

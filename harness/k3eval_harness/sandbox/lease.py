@@ -41,7 +41,7 @@ class Owner:
     @classmethod
     def current(cls) -> Owner:
         """The calling process."""
-        return cls(socket.gethostname(), os.getpid(), _start_ticks(os.getpid()) or 0)
+        return cls(_this_machine(), os.getpid(), _start_ticks(os.getpid()) or 0)
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
@@ -57,7 +57,7 @@ class Owner:
 
     def is_dead(self) -> bool:
         """Certainly gone: on this machine, and no such process runs."""
-        return self.host == socket.gethostname() and _start_ticks(self.pid) != self.started
+        return self.host == _this_machine() and _start_ticks(self.pid) != self.started
 
 
 def labels(job_id: str, trial_id: str, role: str, lifetime_s: float) -> dict[str, str]:
@@ -102,6 +102,11 @@ def remove(client: DockerClient, container_id: str) -> bool:
     except SandboxError:
         return False
     return True
+
+
+def _this_machine() -> str:
+    """Host name and process namespace: only within one does a process number mean one process."""
+    return f"{socket.gethostname()}:{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _start_ticks(pid: int) -> int | None:
