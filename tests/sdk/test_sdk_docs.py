@@ -1,4 +1,4 @@
-"""Every snippet of docs/sdk.md runs as it stands, in a process of its own, against the local backend."""
+"""Every Python snippet of the README runs as it stands, in a process of its own, against the local backend."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "sdk.md"
-SECTION = re.compile(r"^## ([^\n]+)\n(?:(?!^## ).)*?```python\n(.*?)```", re.MULTILINE | re.DOTALL)
+PAGE = Path(__file__).parents[2] / "README.md"
+SECTION = re.compile(r"^### ([^\n]+)\n(?:(?!^### ).)*?```python\n(.*?)```", re.MULTILINE | re.DOTALL)
 SNIPPETS = dict(SECTION.findall(PAGE.read_text("utf-8")))
 ADDRESS = "http://127.0.0.1:8000/v1"
 
