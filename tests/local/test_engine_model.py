@@ -193,6 +193,10 @@ def test_logits_of_a_row_differ_by_rounding_only_when_the_batch_changes(native: 
             runner.load_state(i, saved[i])
             alone = runner.decode([row], [5])[0]
             torch.testing.assert_close(together[i], alone, atol=2e-5, rtol=0)
+        for i in (1, 4, 6):  # slots that are not consecutive
+            runner.load_state(i, saved[i])
+        apart = runner.decode([rows[1], rows[4], rows[6]], [5] * 3)
+        torch.testing.assert_close(together[[1, 4, 6]], apart, atol=2e-5, rtol=0)
 
 
 def test_logprobs_are_those_of_the_bare_model(engine: Engine):
