@@ -19,16 +19,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+_raw_decode = _decoder.raw_decode
 
 
 def read_json(data: str | bytes) -> JsonValue:
     """Parse JSON text; ``ValueError`` says what is wrong (bad UTF-8 and too deep nesting included)."""
     text = data if isinstance(data, str) else data.decode("utf-8")
     try:
-        if text[:1] in ("{", "["):  # the common case without the decoder's whitespace matching
-            value, end = _decoder.raw_decode(text)
-            if end == len(text):
-                return cast("JsonValue", value)
         return cast("JsonValue", _decoder.decode(text))
     except RecursionError:
         raise ValueError("JSON is nested too deep") from None
@@ -36,7 +33,15 @@ def read_json(data: str | bytes) -> JsonValue:
 
 def read_object(data: str | bytes) -> JsonObject:
     """Parse JSON text that must be an object; ``ValueError`` otherwise."""
-    value = read_json(data)
+    text = data if isinstance(data, str) else data.decode("utf-8")
+    if text[:1] == "{":  # the common case, without the decoder's search for white space on both sides
+        try:
+            found, end = _raw_decode(text)
+        except RecursionError:
+            raise ValueError("JSON is nested too deep") from None
+        if end == len(text):
+            return cast("JsonObject", found)
+    value = read_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     return value

@@ -71,16 +71,14 @@ class _Text:
 
     def add(self, piece: str) -> str:
         """Take a piece; return what is new in it."""
-        if self._cumulative:
-            last = self._last
-            if last and not (len(piece) > len(last) and piece.startswith(last)):
-                self._cumulative = False
-            elif len(self.pieces) >= _SNAPSHOT_PIECES:
-                self._last = piece
-                self.pieces.append(piece)
-                return piece[len(last) :]
-            self._last = piece
         self.pieces.append(piece)
+        if not self._cumulative:
+            return piece
+        last, self._last = self._last, piece
+        if last and not (len(piece) > len(last) and piece.startswith(last)):
+            self._cumulative = False
+        elif len(self.pieces) > _SNAPSHOT_PIECES:
+            return piece[len(last) :]
         return piece
 
     def value(self) -> str:
@@ -92,18 +90,19 @@ class _Text:
 class _Call:
     """One tool call under construction."""
 
-    __slots__ = ("arguments", "id", "name")
+    __slots__ = ("arguments", "id", "name", "position")
 
-    def __init__(self) -> None:
+    def __init__(self, position: int) -> None:
+        self.position = position
         self.id = ""
         self.name = ""
         self.arguments: list[str] = []
 
-    def value(self, position: int, reply_id: str | None) -> ToolCall:
+    def value(self, reply_id: str | None) -> ToolCall:
         joined = mend_surrogates("".join(self.arguments))
         if len(self.arguments) > 1 and not _is_object(joined) and _is_object(self.arguments[-1]):
             joined = self.arguments[-1]  # a host that sent the whole text again
-        return ToolCall(self.id or f"call_{reply_id or 'x'}_{position}", self.name, joined)
+        return ToolCall(self.id or f"call_{reply_id or 'x'}_{self.position}", self.name, joined)
 
 
 class MessageBuilder:
@@ -179,7 +178,7 @@ class MessageBuilder:
         reasoning = (
             Reasoning(thought, tuple(self._details), self._member) if thought or self._details else None
         )
-        calls = tuple(call.value(i, reply_id) for i, call in enumerate(self._calls))
+        calls = tuple(call.value(reply_id) for call in self._calls)
         return Message("assistant", text or (None if calls else ""), calls, reasoning=reasoning)
 
     def _add_reasoning(
@@ -206,12 +205,19 @@ class MessageBuilder:
         return self._add_reasoning(text, "reasoning", at_ns, events) if text else 0
 
     def _add_call(self, data: Mapping[str, JsonValue], at_ns: int, events: list[StreamEvent]) -> int:
-        """Take a piece of a tool call; nearly all pieces are only more arguments for a known index."""
-        function = as_object(data.get("function")) or {}
+        """Take a piece of a tool call."""
+        index, function = data.get("index"), as_object(data.get("function")) or {}
+        if type(index) is int and index in self._by_index and not data.get("id") and not function.get("name"):
+            more = function.get("arguments")  # nearly all pieces: more arguments for a known call
+            if isinstance(more, str) and more:
+                call = self._by_index[index]
+                call.arguments.append(more)
+                events.append(ToolCallDelta(call.position, None, None, more, at_ns))
+                return len(more)
         call_id, name = as_str(data.get("id")) or "", as_str(function.get("name")) or ""
         raw = function.get("arguments")
         arguments = "" if raw is None else raw if isinstance(raw, str) else write_json(raw).decode()
-        call = self._find_call(as_int(data.get("index")), call_id, name)
+        call = self._find_call(as_int(index), call_id, name)
         fresh_name = name if not call.name else ""
         call.id = call.id or call_id
         call.name = call.name or name
@@ -219,8 +225,7 @@ class MessageBuilder:
             call.arguments.append(arguments)
         if not (fresh_name or arguments or call_id):
             return 0
-        position = self._calls.index(call)
-        events.append(ToolCallDelta(position, call_id or None, fresh_name or None, arguments, at_ns))
+        events.append(ToolCallDelta(call.position, call_id or None, fresh_name or None, arguments, at_ns))
         return len(fresh_name) + len(arguments)
 
     def _find_call(self, index: int | None, call_id: str, name: str) -> _Call:
@@ -237,7 +242,7 @@ class MessageBuilder:
             or (index is None and not call_id and bool(name) and bool(found.name) and bool(found.arguments))
         )
         if found is None or starts_new:
-            found = _Call()
+            found = _Call(len(self._calls))
             self._calls.append(found)
         if index is not None:
             self._by_index[index] = found
@@ -326,7 +331,7 @@ class StreamDecoder:
 
     def event(self, data: bytes, at_ns: int) -> None:
         """Take the data of one event."""
-        if data == DONE or data.strip() == DONE:
+        if data[:1] != b"{" and data.strip() == DONE:
             self._done = True
             return
         try:
@@ -345,8 +350,8 @@ class StreamDecoder:
             for choice in choices:
                 if isinstance(choice, dict) and not choice.get("index"):
                     self._choice(choice, at_ns)
-                    if choice.get("usage") is not None:
-                        self._see_usage(payload, at_ns)
+                    if usage is None and choice.get("usage") is not None:
+                        usage = choice["usage"]
         if usage is not None:
             self._see_usage(payload, at_ns)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +20,9 @@ from k3eval.jsontypes import JsonValue, write_json
 from k3eval.messages import Message
 from k3eval.meter.usage import Usage
 
-KEPT_TURNS: Final = 256
+KEPT_TURNS: Final = 512
+KEPT_RIVALS: Final = 8
+"""Latest requests of one opening that are compared message by message."""
 MINIMUM_TOKENS: Final = 256
 """Shortest prefix that a host has been seen to cache (blocks of 128 and 256 tokens; the vendor publishes
 none)."""
@@ -158,39 +160,64 @@ class PrefixCheck:
 
 
 class PrefixWatch:
-    """Remembers the latest requests of all conversations. Thread-safe."""
+    """Remembers the latest requests of all conversations. Thread-safe.
+
+    A request that continues a remembered one is found by the digest of its beginning; one that does not is
+    compared with the latest few that open with the same message.
+    """
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[int, Turn] = OrderedDict()
-        self._number = 0
+        self._ends: OrderedDict[tuple[str, bytes], Turn] = OrderedDict()
+        self._openings: OrderedDict[tuple[str, bytes], deque[Turn]] = OrderedDict()
         self._lock = threading.Lock()
 
     def check(self, prefix: Prefix) -> PrefixCheck:
         """Compare a request with those before it."""
-        with self._lock:
-            turns = [
-                turn
-                for turn in reversed(self._turns.values())
-                if turn.prefix.model == prefix.model and turn.prefix.opening == prefix.opening
-            ]
         best: PrefixCheck | None = None
-        for turn in turns:
-            candidate = PrefixCheck(prefix, turn, _common(turn.prefix.digests, prefix.digests))
-            if best is None or (candidate.stable, candidate.common) > (best.stable, best.common):
-                best = candidate
+        beginnings = list(_beginnings(prefix))
+        with self._lock:
+            for count in range(len(beginnings), 0, -1):
+                turn = self._ends.get((prefix.model, beginnings[count - 1]))
+                if turn is None:
+                    continue
+                check = PrefixCheck(prefix, turn, count)
+                if check.stable:
+                    return check
+                best = best or check
+            rivals = tuple(self._openings.get((prefix.model, prefix.opening), ()))
+        for turn in reversed(rivals):
+            check = PrefixCheck(prefix, turn, _common(turn.prefix.digests, prefix.digests))
+            if best is None or check.common > best.common:
+                best = check
         return best or PrefixCheck(prefix, None, 0)
 
     def answered(
         self, check: PrefixCheck, usage: Usage, host: str | None, now_ns: int, reply: Message | None = None
     ) -> None:
         """Remember a request, what the host counted for it, and what it answered where that is known."""
+        prefix = check.prefix
         digest = None if reply is None else _digest(_essence(reply))
-        turn = Turn(check.prefix, usage.prompt, usage.output, host, now_ns, digest)
+        turn = Turn(prefix, usage.prompt, usage.output, host, now_ns, digest)
+        end = b""
+        for end in _beginnings(prefix):  # noqa: B007 - the last one is wanted
+            pass
         with self._lock:
-            self._number += 1
-            self._turns[self._number] = turn
-            if len(self._turns) > KEPT_TURNS:
-                self._turns.popitem(last=False)
+            self._ends[prefix.model, end] = turn
+            self._ends.move_to_end((prefix.model, end))
+            opened = (prefix.model, prefix.opening)
+            self._openings.setdefault(opened, deque(maxlen=KEPT_RIVALS)).append(turn)
+            self._openings.move_to_end(opened)
+            for kept in (self._ends, self._openings):
+                if len(kept) > KEPT_TURNS:
+                    kept.popitem(last=False)
+
+
+def _beginnings(prefix: Prefix) -> Iterator[bytes]:
+    """Yield one digest for each beginning of a request: its first message, its first two, and so on."""
+    chained = b""
+    for digest in prefix.digests:
+        chained = _digest(chained + digest)
+        yield chained
 
 
 def write_body(body: Mapping[str, JsonValue]) -> tuple[bytes, Prefix]:
