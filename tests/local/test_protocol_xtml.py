@@ -112,6 +112,14 @@ def test_call_and_result_are_rendered_as_specified() -> None:
     )
 
 
+@pytest.mark.parametrize("number", ["1e2", "-0", "1.50", "8e09040737", "12345678901234567890"])
+def test_numbers_keep_their_spelling(number: str) -> None:
+    message = ChatMessage("assistant", calls=(Call("i", "f", f'{{"a":{number},"b":[{number}]}}'),))
+    text = pieces(encode(TOKENIZER, plain(message)))
+    assert f'key="a" type="number"<|sep|>{number}<|close|>' in text
+    assert f'key="b" type="array"<|sep|>[{number}]<|close|>' in text
+
+
 @pytest.mark.parametrize("arguments", ["not json", "[1]", '"text"', "{", "[" * 5000])
 def test_arguments_that_are_no_object_are_kept_whole(arguments: str) -> None:
     message = ChatMessage("assistant", calls=(Call("i", "f", arguments),))

@@ -32,7 +32,10 @@ _JSON_STYLE: JsonObject = {
 }
 _JSON_TYPES = ("number", "boolean", "null", "object", "array")
 _MAX_REF_DEPTH = 32
-_TERMINALS = ("INDEX: /[1-9][0-9]{0,2}/", "TEXT: /(?s:.*)/", r'KEY: /[^"&\x00-\x1f]{1,64}/')
+MOST_CALLS = 8
+"""Calls that one message may hold. Each has its own rule, because its index is part of the text."""
+
+_TERMINALS = ("TEXT: /(?s:.*)/", r'KEY: /[^"&\x00-\x1f]{1,64}/')
 
 
 class SchemaError(ValueError):
@@ -162,10 +165,13 @@ def message_lark(conversation: Conversation, *, parallel_calls: bool = True) -> 
     parts = ['TEXT <|close|> "think" <|sep|> <|open|> "response" <|sep|>'] if conversation.thinking else []
     parts.append(f'{answer} <|close|> "response" <|sep|>')
     if tools and choice.mode != "none":
-        calls = [rules.add("call", _call(rules, tool)) for tool in tools]
-        repeat = "+" if parallel_calls and choice.mode != "named" else ""
-        rules.lines.append(f"calls: ({' | '.join(calls)}){repeat}")
-        block = '<|open|> "tools" <|sep|> calls <|close|> "tools" <|sep|>'
+        most = MOST_CALLS if parallel_calls and choice.mode != "named" else 1
+        bodies = [rules.add("arguments", _arguments(rules, tool)) for tool in tools]
+        for index in range(1, most + 1):
+            calls = " | ".join(_call(tool, index, body) for tool, body in zip(tools, bodies, strict=True))
+            more = f" calls{index + 1}?" if index < most else ""
+            rules.lines.append(f"calls{index}: ({calls}){more}")
+        block = '<|open|> "tools" <|sep|> calls1 <|close|> "tools" <|sep|>'
         parts.append(block if forced else f"({block})?")
     parts.append('<|close|> "message" <|sep|>')
     return "\n".join((f"start: {' '.join(parts)}", *rules.lines, *_TERMINALS))
@@ -193,9 +199,9 @@ class _Rules:
         return name
 
 
-def _call(rules: _Rules, tool: ToolDef) -> str:
-    head = _literal(f'call tool="{escape(tool.name)}" index="')
-    return f'<|open|> {head} INDEX "\\"" <|sep|> {_arguments(rules, tool)} <|close|> "call" <|sep|>'
+def _call(tool: ToolDef, index: int, arguments: str) -> str:
+    head = _literal(f'call tool="{escape(tool.name)}" index="{index}"')
+    return f'<|open|> {head} <|sep|> {arguments} <|close|> "call" <|sep|>'
 
 
 def _arguments(rules: _Rules, tool: ToolDef) -> str:
@@ -207,7 +213,7 @@ def _arguments(rules: _Rules, tool: ToolDef) -> str:
         return f'<|open|> "json type=\\"object\\"" <|sep|> {_json(root)} <|close|> "json" <|sep|>'
     if not isinstance(properties, dict) or not properties:
         open_ended = schema.get("additionalProperties") is not False and bool(schema)
-        return f"{_free_argument(rules)}*" if open_ended and "properties" not in schema else ""
+        return f"{_free_argument(rules)}*" if open_ended and "properties" not in schema else '""'
     required = schema.get("required")
     needed = set(map(str, required)) if isinstance(required, list) else set()
     parts = []

@@ -147,31 +147,55 @@ def _assistant_body(writer: _Writer, message: ChatMessage, *, thinking: bool) ->
             writer.element("json", call.arguments, type="object")
         else:
             for key, value in arguments.items():
-                body = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                writer.element("argument", body, key=key, type=xtml_type(value))
+                text = isinstance(value, str) and not isinstance(value, _Number)
+                writer.element(
+                    "argument", str(value) if text else _render(value), key=key, type=xtml_type(value)
+                )
         writer.close("call")
     writer.close("tools")
 
 
+class _Number(str):
+    """A JSON number as it was spelled: ``1e2`` sent back as ``100.0`` would miss its cached prefix."""
+
+    __slots__ = ()
+
+
 def _parsed(arguments: str) -> dict[str, JsonValue] | None:
     try:
-        value = json.loads(arguments)
+        value = json.loads(arguments, parse_float=_Number, parse_int=_Number, parse_constant=_Number)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
+def _render(value: JsonValue) -> str:
+    """JSON with Python's default separators, numbers as they were spelled."""
+    match value:
+        case _Number():
+            return str(value)
+        case dict():
+            members = (
+                f"{json.dumps(key, ensure_ascii=False)}: {_render(each)}" for key, each in value.items()
+            )
+            return "{" + ", ".join(members) + "}"
+        case list():
+            return "[" + ", ".join(map(_render, value)) + "]"
+        case _:
+            return json.dumps(value, ensure_ascii=False)
+
+
 def xtml_type(value: JsonValue) -> str:
     """The ``type`` attribute of an argument."""
     match value:
+        case _Number() | int() | float() if not isinstance(value, bool):
+            return "number"
         case str():
             return "string"
         case bool():
             return "boolean"
         case None:
             return "null"
-        case int() | float():
-            return "number"
         case dict():
             return "object"
         case _:
