@@ -20,6 +20,7 @@ demo: engine ## run real coding tasks end to end: oracle, nop, and the k3 agent 
 	@scripts/demo.sh
 
 test: lint engine ## check style, types and imports, then run every test
+	@scripts/ensure-compiler.sh
 	$(BIN)/python -m pytest $(PYTEST)
 
 lint: setup ## ruff, mypy --strict, import-linter, rendered task files

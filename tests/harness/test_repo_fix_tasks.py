@@ -108,7 +108,7 @@ def test_the_agents_image_holds_nothing_of_the_fix() -> None:
         agent = _files(client, task, None, "/")
     finally:
         client.close()
-    assert f"app/{facts['fixed_files'][0]}" in agent
+    assert f"app/{facts['files_changed_by_fix'][0]}" in agent
     assert not fixed & set(agent.values())
     assert not [n for n in agent if "/.cache/pip/" in n or n.startswith(("solution/", "tmp/"))]
 
