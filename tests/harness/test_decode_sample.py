@@ -73,6 +73,12 @@ def test_what_cannot_be_measured_is_void_with_its_reason(sample: DecodeSample, r
     assert not sample.bundled
 
 
+def test_events_of_one_packet_measure_nothing() -> None:
+    sample = decode_sample(timing(first_ms=500, last_ms=500), usage())
+    assert sample.seconds_per_token is None
+    assert sample.void_reason == "all events arrived at once"
+
+
 def test_sixteen_tokens_are_enough() -> None:
     assert decode_sample(timing(events=16), usage(16)).seconds_per_token == pytest.approx(0.99 / 15)
 

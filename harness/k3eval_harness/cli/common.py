@@ -43,10 +43,12 @@ def one_line_errors() -> Iterator[None]:
     caught by the commands that call it, so that this module needs neither torch nor the backend.
     """
     from k3eval.errors import K3EvalError
-    from k3eval_harness.errors import HarnessError
+    from k3eval_harness.errors import Cancelled, HarnessError
 
     try:
         yield
+    except Cancelled as error:
+        raise fail(error.message, Exit.INTERRUPTED) from error
     except (HarnessError, K3EvalError) as error:
         code = {"budget": Exit.BUDGET, "user": Exit.USAGE}.get(error.cause, Exit.VOID)
         raise fail(" ".join(error.message.split()), code) from error
