@@ -26,8 +26,8 @@ def decode_sample(timing: Timing, usage: Usage | None) -> DecodeSample:
     ``T0`` and ``T1`` are the first and the last token-bearing event (content, reasoning or tool arguments,
     never a role-only delta), ``n`` the billed output tokens with reasoning, ``c`` the billed prompt tokens,
     cached or not. ``n_first``, the tokens of the first event, is 1 where events match tokens, else its share
-    of the text (``bundled``). Void with a reason: no usage, no token-bearing event, a single event, all events
-    in one packet, or fewer than ``MIN_OUTPUT_TOKENS``.
+    of the text (``bundled``). Void with a reason: no usage, no token-bearing event, a single event, all
+    events in one packet, or fewer than ``MIN_OUTPUT_TOKENS``.
     """
     first, last = timing.first_token_ns, timing.last_token_ns
     ttft_s = None if first is None else (first - timing.sent_ns) / 1e9
