@@ -38,7 +38,7 @@ def served() -> Iterator[Served]:
     model, _ = open_model("a", 0)
     with (
         Engine(model, memory_budget_bytes=256 * 2**20, seed=1) as engine,
-        serve(engine, key="sk-test") as running,
+        serve(engine, key="sk-test", context_length=50_000) as running,
     ):
         yield running
 
@@ -155,6 +155,23 @@ def test_a_tool_loop(client: openai.OpenAI) -> None:
         cached.append((reply.usage.prompt_tokens_details.cached_tokens or 0) / reply.usage.prompt_tokens)
     assert cached[1] > 0.3
     assert cached[2] > 0.3
+
+
+def test_a_session_of_twenty_turns_reads_most_of_its_prompts_from_the_cache(client: openai.OpenAI) -> None:
+    task = "Repair the failing test, then submit. " * 200  # a system prompt with tools and files, in bytes
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": task}]
+    prompt = cached = 0
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"observation {turn}"})
+        reply = client.chat.completions.create(model="a", messages=messages, seed=turn, max_tokens=40)
+        message = reply.choices[0].message
+        messages.append(message.to_dict())
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens_details is not None
+        if turn:  # the first turn has nothing to read
+            prompt += reply.usage.prompt_tokens
+            cached += reply.usage.prompt_tokens_details.cached_tokens or 0
+    assert cached >= 0.95 * prompt
 
 
 def test_streamed_tool_calls_are_assembled_by_the_client(client: openai.OpenAI) -> None:
