@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import httpx
 
     from k3eval.meter.cache import PrefixCheck
-    from k3eval.meter.call import CallContext
+    from k3eval.meter.context import CallContext
 
 Tools: TypeAlias = Sequence[ToolSpec | AnyTool]
 
@@ -236,7 +236,7 @@ class BaseClient:
         import httpx
 
         from k3eval.meter.cache import write_body
-        from k3eval.meter.call import CallContext
+        from k3eval.meter.context import CallContext
         from k3eval.meter.transport import CONTEXT
 
         body = self.provider.body(request, self.meter.notices)

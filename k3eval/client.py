@@ -27,7 +27,7 @@ from k3eval.tools import AnyTool, run_call, run_call_async, specs_of
 if TYPE_CHECKING:
     import httpx
 
-    from k3eval.meter.call import CallContext
+    from k3eval.meter.context import CallContext
     from k3eval.options import ChatRequest
 
 

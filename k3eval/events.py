@@ -1,6 +1,6 @@
-"""What a streamed reply is made of: typed events, each with the monotonic time at which its bytes arrived.
+"""What a streamed reply is made of: typed events, each with the monotonic time of its bytes.
 
-They are not frozen: one is made for every piece of a reply, and a frozen dataclass takes twice as long to make.
+They are not frozen: one is made for every piece of a reply, and a frozen one takes twice as long to make.
 """
 
 from __future__ import annotations

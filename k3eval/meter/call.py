@@ -10,35 +10,34 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from decimal import Decimal
-from typing import Final, Protocol
+from typing import Final
 from urllib.parse import urlsplit
 
 import httpx
 
 from k3eval.errors import (
     ApiError,
-    BudgetExceededError,
     ConfigError,
     K3EvalError,
     OverloadedError,
     ProtocolError,
     QuotaExceededError,
     RateLimitError,
-    ServerError,
     StreamInterruptedError,
     TransportError,
 )
 from k3eval.jsontypes import JsonValue, as_int, as_object, as_str, read_object
-from k3eval.meter.cache import TTL_S, PrefixCheck, prefix_of
+from k3eval.meter.cache import TTL_S, prefix_of
+from k3eval.meter.context import CallContext, Observer
 from k3eval.meter.gate import HostGate
 from k3eval.meter.ledger import Reservation
 from k3eval.meter.meter import Meter
 from k3eval.meter.otel import Span, start_span
 from k3eval.meter.pricing import PriceRow, plain, write_tier_unknown
+from k3eval.meter.retry import TIMED_OUT
 from k3eval.meter.scan import StreamScanner
-from k3eval.options import Timeouts
 from k3eval.providers.base import Provider, is_k3_family
 from k3eval.redact import fingerprint
 from k3eval.results import Attempt, AttemptState, Cost, Timing
@@ -51,53 +50,7 @@ SMALL_CAP: Final = 4_096
 UNKNOWN_OUTPUT: Final = 131_072
 """Output tokens assumed where neither caller nor price row states a cap: the first party's default."""
 GAP: Final = Decimal("0.02")
-_TIMED_OUT: Final = (408, 504, 524)
 _NS: Final = 1_000_000_000
-
-
-class Observer(Protocol):
-    """What watches the bytes of a streamed reply."""
-
-    @property
-    def first_token_ns(self) -> int | None:
-        """Arrival of the first generated text."""
-
-    @property
-    def started(self) -> bool:
-        """Whether any event has been seen."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the reply ended as the wire format says."""
-
-    @property
-    def error(self) -> Mapping[str, JsonValue] | None:
-        """The error object of a stream that failed."""
-
-    def feed(self, data: bytes, at_ns: int) -> None:
-        """Take bytes that arrived at ``at_ns``."""
-
-    def finish(self, at_ns: int) -> None:
-        """Take the end of the bytes."""
-
-    def reply(self, headers: Mapping[str, str]) -> Reply:
-        """Return the reply so far."""
-
-
-@dataclass(slots=True)
-class CallContext:
-    """What the typed client hands the transport with a request, and gets back filled in."""
-
-    observer: Observer | None = None
-    """What watches the stream of the last attempt: a ``StreamDecoder`` for the typed client."""
-    body: Mapping[str, JsonValue] | None = None
-    """The request body, parsed; read from the bytes when not given."""
-    check: PrefixCheck | None = None
-    """The request compared with those before it; done here when not given."""
-    timeouts: Timeouts | None = None
-    attempts: list[Attempt] = field(default_factory=list)
-    reply: Reply | None = None
-    timing: Timing | None = None
 
 
 class Call:
@@ -364,7 +317,7 @@ class Try:
         error = self.call.provider.error(status, self.headers, body, request=self.call.summary)
         self._tell_gate(error, now)
         self._settle(
-            now, None, _word(error, status), free=status not in _TIMED_OUT, request_id=error.request_id
+            now, None, _word(error, status), free=status not in TIMED_OUT, request_id=error.request_id
         )
         return error
 
@@ -534,22 +487,6 @@ class Try:
                     f" the price row gives {plain(cost.computed)}",
                 )
         return notes
-
-
-def further_tries(error: BaseException) -> int | None:
-    """Return how often an error may be tried again: 0, 1, or ``None`` for as the policy allows."""
-    if isinstance(error, QuotaExceededError | BudgetExceededError | StreamInterruptedError):
-        return 0
-    if isinstance(error, ServerError) and error.status in _TIMED_OUT:
-        return 1
-    if isinstance(error, RateLimitError | OverloadedError | ServerError):
-        return None
-    return 1 if isinstance(error, TransportError) else 0
-
-
-def asked_wait(error: BaseException) -> float | None:
-    """Return the seconds that a host asked to wait."""
-    return error.retry_after_s if isinstance(error, ApiError) else None
 
 
 def _word(error: K3EvalError, status: int) -> str:

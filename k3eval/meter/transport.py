@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import socket
 import threading
 import time
@@ -23,14 +22,15 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
-from tenacity import AsyncRetrying, RetryCallState, Retrying, stop_after_attempt, stop_before_delay
-from tenacity.stop import stop_base
+from tenacity import AsyncRetrying, Retrying
 
 from k3eval.errors import BudgetExceededError, ConfigError, K3EvalError, QuotaExceededError, TransportError
 from k3eval.jsontypes import JsonObject, write_json
-from k3eval.meter.call import Call, CallContext, Try, asked_wait, further_tries
+from k3eval.meter.call import Call, Try
+from k3eval.meter.context import CallContext
 from k3eval.meter.gate import HostGate
 from k3eval.meter.meter import Meter
+from k3eval.meter.retry import RetryRules
 from k3eval.options import RetryPolicy
 from k3eval.providers.base import Provider
 
@@ -42,40 +42,6 @@ _IO_ERRORS: Final = (httpx.RequestError, httpx.StreamError, TransportError, OSEr
 _FRAMING: Final = frozenset({"content-encoding", "content-length", "transfer-encoding"})
 _LOOK_S: Final = 0.25
 """How often a waiting thread looks whether its client was closed."""
-
-
-class _Rules:
-    """The retry policy as tenacity's callables, for one call."""
-
-    def __init__(self, policy: RetryPolicy) -> None:
-        self._policy = policy
-        self._used_once = False
-
-    @property
-    def stop(self) -> stop_base:
-        return stop_after_attempt(self._policy.max_attempts) | stop_before_delay(self._policy.max_total_s)
-
-    def again(self, state: RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome is not None else None
-        if error is None:
-            return False
-        tries = further_tries(error)
-        if tries == 0 or (tries == 1 and self._used_once):
-            return False
-        self._used_once = self._used_once or tries == 1
-        asked = asked_wait(error)
-        return asked is None or asked <= self._policy.max_wait_s
-
-    def wait(self, state: RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome is not None else None
-        asked = None if error is None else asked_wait(error)
-        jitter = random.uniform(0.0, 0.25)  # noqa: S311 - spreads retries out, no secret
-        if asked is not None:
-            return asked + jitter * min(asked, 1.0)
-        return min(
-            self._policy.first_wait_s * 2.0 ** (state.attempt_number - 1) * (1.0 + jitter),
-            self._policy.max_wait_s,
-        )
 
 
 class _Core:
@@ -152,7 +118,7 @@ class MeteredTransport(httpx.BaseTransport):
         call: Call | None = None
         try:
             call = self._core.open(request)
-            rules = _Rules(self._core.retry)
+            rules = RetryRules(self._core.retry)
             for attempt in Retrying(
                 retry=rules.again, wait=rules.wait, stop=rules.stop, sleep=self._sleep, reraise=True
             ):
@@ -349,7 +315,7 @@ class AsyncMeteredTransport(httpx.AsyncBaseTransport):
         call: Call | None = None
         try:
             call = self._core.open(request)
-            rules = _Rules(self._core.retry)
+            rules = RetryRules(self._core.retry)
             async for attempt in AsyncRetrying(
                 retry=rules.again, wait=rules.wait, stop=rules.stop, reraise=True
             ):

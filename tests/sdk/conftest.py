@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,6 +29,11 @@ class HttpServer(ThreadingHTTPServer):
         self.handler: Handler = lambda _: Reply((b"{}",), 500)
         self.requests: list[SeenRequest] = []
         self.lock = threading.Lock()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Stay quiet about clients that went away, which some tests do on purpose."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]  # typeshed names sockets
 
     @property
     def url(self) -> str:

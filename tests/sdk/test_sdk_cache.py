@@ -211,7 +211,8 @@ def test_reserve_is_tight_once_the_prefix_was_counted(meter: Meter) -> None:
 
 def test_the_bound_is_never_below_the_count(meter: Meter) -> None:
     """The worst case is reserved from bytes: a token has at least one."""
-    from k3eval.meter.call import Call, CallContext
+    from k3eval.meter.call import Call
+    from k3eval.meter.context import CallContext
 
     k3 = talk(meter, answer("a", usage=used(10_000, 0)))
     request, context = k3.prepare(k3.request([Message.user("x" * 12_000)], False))

@@ -1,4 +1,4 @@
-"""Every Python snippet of the README runs as it stands, in a process of its own, against the local backend."""
+"""Every Python snippet of the README runs as it stands, in its own process, against the local backend."""
 
 from __future__ import annotations
 
