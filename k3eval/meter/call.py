@@ -38,6 +38,7 @@ from k3eval.meter.otel import Span, start_span
 from k3eval.meter.pricing import PriceRow, plain, write_tier_unknown
 from k3eval.meter.retry import TIMED_OUT
 from k3eval.meter.scan import StreamScanner
+from k3eval.meter.usage_wire import MAX_TOKENS
 from k3eval.providers.base import Provider, is_k3_family
 from k3eval.redact import fingerprint
 from k3eval.results import Attempt, AttemptState, Cost, Timing
@@ -170,7 +171,7 @@ class Call:
     def _cap(self, body: Mapping[str, JsonValue]) -> int:
         cap = as_int(body.get("max_completion_tokens")) or as_int(body.get("max_tokens"))
         if cap is not None and cap > 0:
-            return cap
+            return min(cap, MAX_TOKENS)
         return max((row.max_output or row.context or 0 for row in self.rows), default=0) or UNKNOWN_OUTPUT
 
     def _worst(self) -> Decimal | None:

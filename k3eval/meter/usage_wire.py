@@ -10,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
+from typing import Final
 
 from k3eval.jsontypes import JsonValue, as_int, as_object
 from k3eval.meter.usage import Usage
 
+MAX_TOKENS: Final = 10**9
+"""A call above this, or above ``MAX_CHARGE``, is a broken counter, not a bill: it counts as not reported."""
+MAX_CHARGE: Final = Decimal(1_000_000)
 HEADER_WRITE_5M = "msh-usage-cache-write-tokens-5m"
 HEADER_WRITE_1H = "msh-usage-cache-write-tokens-1h"
 
@@ -41,7 +45,7 @@ def read_usage(value: JsonValue) -> UsageReport | None:
     prompt, completion = as_int(data.get("prompt_tokens")), as_int(data.get("completion_tokens"))
     if completion is None:
         completion = 0
-    if prompt is None or prompt <= 0 or completion < 0:
+    if prompt is None or not 0 < prompt <= MAX_TOKENS or not 0 <= completion <= MAX_TOKENS:
         return None
     details = as_object(data.get("prompt_tokens_details")) or {}
     read = _first(
@@ -138,7 +142,7 @@ def _newer(new: UsageReport, old: UsageReport) -> UsageReport:
 def _first(*values: JsonValue) -> int | None:
     for value in values:
         number = as_int(value)
-        if number is not None and number >= 0:
+        if number is not None and 0 <= number <= MAX_TOKENS:
             return number
     return None
 
@@ -151,10 +155,10 @@ def _searches(data: Mapping[str, JsonValue]) -> int:
 def _billed(data: Mapping[str, JsonValue]) -> Decimal | None:
     """Return OpenRouter's charge: ``cost``, plus the upstream cost only where the user brought an own key."""
     cost = money(data.get("cost"))
-    if cost is None or data.get("is_byok") is not True:
-        return cost
-    upstream = money((as_object(data.get("cost_details")) or {}).get("upstream_inference_cost"))
-    return None if upstream is None else cost + upstream
+    if cost is not None and data.get("is_byok") is True:
+        upstream = money((as_object(data.get("cost_details")) or {}).get("upstream_inference_cost"))
+        cost = None if upstream is None else cost + upstream
+    return cost if cost is None or cost <= MAX_CHARGE else None
 
 
 def money(value: JsonValue) -> Decimal | None:
@@ -169,4 +173,6 @@ def money(value: JsonValue) -> Decimal | None:
 
 
 def _header_int(value: str | None) -> int | None:
-    return int(value) if value is not None and value.strip().isdecimal() else None
+    if value is None or not value.strip().isdecimal() or len(value.strip()) > len(str(MAX_TOKENS)):
+        return None
+    return int(value)

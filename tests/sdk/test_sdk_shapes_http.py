@@ -246,6 +246,32 @@ def test_cut_in_arguments(make: Make, server: HttpServer, meter: Meter) -> None:
     assert row.held > 0
 
 
+@pytest.mark.parametrize(
+    "usage",
+    [
+        '{"prompt_tokens":1e30,"completion_tokens":2}',
+        '{"prompt_tokens":-5,"completion_tokens":-1}',
+        '{"prompt_tokens":null}',
+        '"many"',
+    ],
+)
+def test_broken_counters_are_not_reported(make: Make, server: HttpServer, meter: Meter, usage: str) -> None:
+    server.play(
+        whole(f'{{"choices":[{{"finish_reason":"stop","message":{{"content":"x"}}}}],"usage":{usage}}}')
+    )
+    assert make().chat(ASK, max_output=10**25).usage is None
+    (row,) = meter.ledger.attempts()
+    assert row.state == "unknown"
+
+
+def test_a_broken_charge_is_not_counted(make: Make, server: HttpServer) -> None:
+    usage = '{"prompt_tokens":10,"completion_tokens":2,"cost":1e25}'
+    server.play(
+        whole(f'{{"choices":[{{"finish_reason":"stop","message":{{"content":"x"}}}}],"usage":{usage}}}')
+    )
+    assert make("openrouter").chat(ASK).cost.billed is None
+
+
 def test_empty_answer(make: Make, server: HttpServer) -> None:
     server.play(whole(shapes.EMPTY))
     done = make().chat(ASK)

@@ -66,6 +66,8 @@ def test_more_reasoning_than_output() -> None:
         {"prompt_tokens": -3, "completion_tokens": 1},
         {"prompt_tokens": 5, "completion_tokens": -1},
         {"prompt_tokens": True},
+        {"prompt_tokens": 1e30, "completion_tokens": 1},
+        {"prompt_tokens": 1, "completion_tokens": 10**12},
     ],
 )
 def test_what_is_no_usage(value: JsonValue) -> None:
