@@ -3,7 +3,7 @@
 .PHONY: help setup engine demo test lint bench doctor constraints clean distclean
 
 BIN := .venv/bin
-BENCH ?= --contexts 4k,32k --model local/a --repeats 3
+BENCH ?= --contexts 4k,32k --model local/a --model local/a-mla --repeats 5 --output-tokens 128
 PYTEST ?=
 
 help: ## show this list
@@ -30,8 +30,13 @@ lint: setup ## ruff, mypy --strict, import-linter, rendered task files
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/repo_fix_tasks.py --check
 
-bench: setup ## decode speed against context length; BENCH="..." passes other options
-	$(BIN)/k3eval bench decode $(BENCH)
+bench: setup ## every benchmark, tables to results/ (about half an hour; each script runs alone too)
+	$(BIN)/python benchmarks/sdk_stream.py --out results
+	$(BIN)/python benchmarks/engine.py --out results
+	$(BIN)/python benchmarks/native_cpu.py --out results
+	$(BIN)/python benchmarks/model_checks.py --out results
+	$(BIN)/python -m k3eval_local.kernels.compile --out results/kernels-aot
+	$(BIN)/k3eval bench decode $(BENCH) --out results/decode
 
 doctor: setup ## what this machine has: engine, base image, disk, keys, torch, GPU
 	$(BIN)/k3eval doctor
