@@ -36,7 +36,7 @@ bench: setup ## every benchmark, tables to results/ (about half an hour; each sc
 	$(BIN)/python benchmarks/native_cpu.py --out results
 	$(BIN)/python benchmarks/model_checks.py --out results
 	$(BIN)/python -m k3eval_local.kernels.compile --out results/kernels-aot
-	$(BIN)/k3eval bench decode $(BENCH) --out results/decode
+	$(BIN)/k3eval bench decode $(BENCH) --out results/decode.json
 
 doctor: setup ## what this machine has: engine, base image, disk, keys, torch, GPU
 	$(BIN)/k3eval doctor

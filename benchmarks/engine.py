@@ -91,9 +91,9 @@ def decode_seconds(generation: Generation) -> float:
 
 def engines(model: K3Model) -> dict[str, Engine]:
     """The engine on torch, and on the native step where that can be had."""
-    made = {"engine, torch": Engine(model, native=False)}
+    made = {"engine, torch": Engine(model, kernels="torch")}
     try:
-        made["engine, native step"] = Engine(model, native=True)
+        made["engine, native step"] = Engine(model, kernels="native")
     except NativeUnavailable as reason:
         say(f"without the native step: {reason}")
     return made

@@ -18,6 +18,7 @@ from k3eval_local.engine import (
     MemoryBudgetExceeded,
     Sampling,
 )
+from k3eval_local.engine.engine import Kernels
 from k3eval_local.engine.k3_runner import K3Runner
 from k3eval_local.engine.runner import Row
 from k3eval_local.model.accounting import cache_bytes_per_token, sequence_bytes
@@ -49,18 +50,18 @@ def cold(name: str, prompt: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def small_engine(name: str = "a", *, native: bool | None = None, **options: int) -> Engine:
-    """native: None uses the native step where a compiler is at hand, False runs on torch."""
+def small_engine(name: str = "a", *, kernels: Kernels = "auto", **options: int) -> Engine:
+    """On the native step where a compiler is at hand, unless told otherwise."""
     sizes = {"memory_budget_bytes": BUDGET, "max_batch": 8, "prefill_chunk": 64, "block_tokens": 16}
-    return Engine(model_of(name), native=native, **{**sizes, "checkpoint_tokens": 32, **options})
+    return Engine(model_of(name), kernels=kernels, **{**sizes, "checkpoint_tokens": 32, **options})
 
 
-RUNNERS = pytest.mark.parametrize("native", [None, False], ids=["native", "torch"])
+RUNNERS = pytest.mark.parametrize("kernels", ["auto", "torch"], ids=["native", "torch"])
 
 
-@pytest.fixture(params=[None, False], ids=["native", "torch"])
+@pytest.fixture(params=["auto", "torch"], ids=["native", "torch"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with small_engine(native=request.param) as engine:
+    with small_engine(kernels=request.param) as engine:
         yield engine
         stats = engine.stats()
         assert stats.running_pages == 0
@@ -78,15 +79,15 @@ def run(engine: Engine, prompt: Sequence[int], count: int = 8, **options: object
 @pytest.mark.parametrize("name", ["a", "a-mla"])
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 200])
 @RUNNERS
-def test_engine_equals_the_bare_model(name: str, length: int, native: bool | None):
-    with small_engine(name, native=native) as engine:
+def test_engine_equals_the_bare_model(name: str, length: int, kernels: Kernels):
+    with small_engine(name, kernels=kernels) as engine:
         assert run(engine, ids(length)).ids == cold(name, ids(length), 8)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 32, 512])
 @RUNNERS
-def test_the_chunk_size_does_not_change_the_output(chunk: int, native: bool | None):
-    with small_engine(prefill_chunk=chunk, native=native) as engine:
+def test_the_chunk_size_does_not_change_the_output(chunk: int, kernels: Kernels):
+    with small_engine(prefill_chunk=chunk, kernels=kernels) as engine:
         assert run(engine, ids(75)).ids == cold("a", ids(75), 8)
 
 
@@ -130,10 +131,10 @@ def test_a_conversation_continues_from_the_end_of_its_own_answer(engine: Engine)
 
 
 @RUNNERS
-def test_eight_sessions_that_share_prefixes_equal_cold_runs(native: bool | None):
+def test_eight_sessions_that_share_prefixes_equal_cold_runs(kernels: Kernels):
     chance = random.Random(3)
     # Too small for everybody's prefixes, so that checkpoints are evicted meanwhile.
-    with small_engine(memory_budget_bytes=8 * 62976 + 260 * 6144, native=native) as engine:
+    with small_engine(memory_budget_bytes=8 * 62976 + 260 * 6144, kernels=kernels) as engine:
         histories = [ids(50, seed=session % 3) + ids(session, seed=session) for session in range(8)]
         expected: list[tuple[list[int], GenerationResult]] = []
         for _ in range(3):
@@ -169,9 +170,9 @@ def test_after_eviction_the_output_is_the_same(engine: Engine):
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0, top_p=0.95, seed=11)])
 @RUNNERS
-def test_a_batch_gives_what_each_request_gives_alone(sampling: Sampling, native: bool | None):
+def test_a_batch_gives_what_each_request_gives_alone(sampling: Sampling, kernels: Kernels):
     prompts = [ids(10 + 13 * i, seed=i) for i in range(8)]
-    with small_engine(native=native) as engine:
+    with small_engine(kernels=kernels) as engine:
         alone = [run(engine, prompt, 12, sampling=sampling, use_cache=False).ids for prompt in prompts]
         wanted = [GenerationRequest(tuple(p), 12, sampling, use_cache=False) for p in prompts]
         together = [engine.submit(request) for request in wanted]
@@ -179,8 +180,8 @@ def test_a_batch_gives_what_each_request_gives_alone(sampling: Sampling, native:
 
 
 @RUNNERS
-def test_logits_of_a_row_differ_by_rounding_only_when_the_batch_changes(native: bool | None):
-    runner = small_engine(native=native).runner
+def test_logits_of_a_row_differ_by_rounding_only_when_the_batch_changes(kernels: Kernels):
+    runner = small_engine(kernels=kernels).runner
     rows = [Row(i, np.arange(8 * i, 8 * i + 8, dtype=np.int32), 40 + i) for i in range(8)]
     count = runner.layout.state_pages
     saved = [np.arange(100 + count * i, 100 + count * (i + 1), dtype=np.int32) for i in range(8)]
@@ -233,7 +234,7 @@ def test_the_budget_is_checked_with_figures():
 
 
 def test_a_bf16_cache_halves_the_pages_and_stays_close():
-    with small_engine(native=False) as full, small_engine_bf16() as half:
+    with small_engine(kernels="torch") as full, small_engine_bf16() as half:
         assert half.layout.page_bytes * 2 == full.layout.page_bytes
         wanted = GenerationRequest(tuple(ids(80)), 1, Sampling(temperature=0, logprobs=5))
         (exact,), (rounded,) = list(full.submit(wanted)), list(half.submit(wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 
@@ -14,6 +15,7 @@ from k3eval_local.model.accounting import count_parameters
 from k3eval_local.model.decoder import K3Model
 
 _log = logging.getLogger(__name__)
+Kernels = Literal["auto", "torch", "native", "triton"]
 DEFAULT_MEMORY_BYTES = 2 * 1024**3
 """Reserved address space; memory is only used as the cache fills."""
 _CHUNK_PRODUCTS = 4e9
@@ -40,7 +42,7 @@ class Engine(EngineCore):
         block_tokens: int = 32,
         checkpoint_tokens: int = 512,
         cache_dtype: torch.dtype | None = None,
-        native: bool | None = None,
+        kernels: Kernels = "auto",
         seed: int | None = None,
     ) -> None:
         """Reserves the memory; does not start yet.
@@ -53,13 +55,14 @@ class Engine(EngineCore):
         block_tokens: tokens of a page of the cache.
         checkpoint_tokens: spacing of the checkpoints that are kept besides those at turn ends.
         cache_dtype: of the attention cache; the model's own by default.
-        native: run on the native CPU step; by default when it can be had, else one line says why not.
+        kernels: what runs the model. ``auto``: Triton kernels on a GPU; on a CPU the native step when it can
+            be had, else torch, and one line says why. The other values force one of them.
         seed: source of the seeds of requests that bring none.
 
-        Raises InvalidRequest when the budget does not hold max_batch states and one page, and
-        NativeUnavailable when native is True and the native step cannot be had.
+        Raises InvalidRequest when the budget does not hold max_batch states and one page, NativeUnavailable
+        or KernelUnavailable when a forced path cannot serve this model here.
         """
-        runner = _runner(model, memory_budget_bytes, max_batch, block_tokens, cache_dtype, native)
+        runner = _runner(model, memory_budget_bytes, max_batch, block_tokens, cache_dtype, kernels)
         chunk = _chunk(model) if prefill_chunk is None else prefill_chunk
         super().__init__(runner, prefill_chunk=chunk, checkpoint_tokens=checkpoint_tokens, seed=seed)
 
@@ -70,16 +73,29 @@ def _runner(
     max_batch: int,
     page_tokens: int,
     dtype: torch.dtype | None,
-    native: bool | None,
+    kernels: Kernels,
 ) -> K3Runner:
-    """The fastest runner that can be had."""
-    if native is not False and (native or dtype in (None, model.dtype)):
+    """The runner asked for, or the fastest that can be had."""
+    if kernels == "triton" or (kernels == "auto" and model.device.type == "cuda"):
+        from k3eval_local.engine.triton_runner import (
+            TritonRunner,
+        )  # imports triton, which a CPU can do without
+
+        return TritonRunner(
+            model,
+            memory_budget_bytes=budget,
+            max_batch=max_batch,
+            page_tokens=page_tokens,
+            cache_dtype=dtype,
+            force=kernels,
+        )
+    if kernels == "native" or (kernels == "auto" and dtype in (None, model.dtype)):
         try:
             return NativeRunner(
                 model, memory_budget_bytes=budget, max_batch=max_batch, page_tokens=page_tokens
             )
         except NativeUnavailable as reason:
-            if native:
+            if kernels == "native":
                 raise
             _log.info("the engine runs on torch: %s", reason)
     return K3Runner(

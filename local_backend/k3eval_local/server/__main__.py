@@ -93,6 +93,15 @@ def parser(prog: str) -> argparse.ArgumentParser:
         "--max-batch", type=int, default=64, help="requests that run at the same time (%(default)s)"
     )
     made.add_argument("--threads", type=int, help="threads of torch; its own default otherwise")
+    made.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (%(default)s)"
+    )
+    made.add_argument(
+        "--kernels",
+        choices=("auto", "torch", "native", "triton"),
+        default="auto",
+        help="what runs it: Triton on a GPU, the native step on a CPU, or one of them by name (%(default)s)",
+    )
     made.add_argument("--max-body-mib", type=int, default=64, help="largest request body (%(default)s)")
     made.add_argument("--free", action="store_true", help="do not force well-formed messages while sampling")
     made.add_argument("--prices", action="store_true", help="apply the published prices to the local tokens")

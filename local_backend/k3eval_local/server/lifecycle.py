@@ -33,7 +33,10 @@ from k3eval_local.server.settings import MIB, ServerSettings
 from k3eval_local.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from k3eval_local.engine import Engine
+    from k3eval_local.engine.engine import Kernels
 
 _PARENT_POLL_S = 0.5
 
@@ -59,6 +62,8 @@ class LaunchOptions:
     memory_mib: int
     max_batch: int
     threads: int | None
+    kernels: Kernels
+    device: str
     max_body_mib: int
     free: bool
     prices: bool
@@ -143,7 +148,7 @@ def _load(options: LaunchOptions) -> tuple[str, Tokenizer, Engine]:
     try:
         found = resolve(options.model)
         model, weights = open_model(options.model, options.seed)
-        model.eval()
+        model.eval().to(_device(options.device))
         tokenizer = Tokenizer.for_checkpoint(
             found if isinstance(found, Path) else None, model.config.vocab_size, options.tokenizer
         )
@@ -151,11 +156,20 @@ def _load(options: LaunchOptions) -> tuple[str, Tokenizer, Engine]:
             model,
             memory_budget_bytes=options.memory_mib * MIB,
             max_batch=options.max_batch,
+            kernels=options.kernels,
             seed=options.seed,
         )
     except (LocalError, EngineError, OSError) as error:
         raise LaunchError(str(error)) from error
     return weights, tokenizer, engine
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise LaunchError("torch finds no CUDA device here; use --device cpu")
+    return torch.device(name)
 
 
 def _serve(settings: ServerSettings, tokenizer: Tokenizer, engine: Engine, listener: socket.socket) -> None:
