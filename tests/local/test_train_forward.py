@@ -115,6 +115,35 @@ def test_the_native_activation_equals_the_written_out_one() -> None:
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-4)
 
 
+def test_extreme_inputs_stay_finite() -> None:
+    """Fast arithmetic would turn 1 / infinity into NaN."""
+    if native.available(32) is not None:
+        return
+    for size in (90.0, 1e4):
+        a = torch.tensor([-size, size, 0.0] * 11).requires_grad_()
+        b = torch.tensor([size, -size, 1.0] * 11).requires_grad_()
+        out = native.situ(a, b, 4.0, 25.0)
+        assert all(bool(x.isfinite().all()) for x in (out, *torch.autograd.grad(out.sum(), (a, b))))
+        torch.testing.assert_close(out, situ(a, b, 4.0, 25.0), atol=1e-3, rtol=1e-3)
+        x = (size * torch.linspace(-1, 1, 2 * 5 * 129).view(2, 5, 129)).requires_grad_()
+        z = (size * torch.linspace(1, -1, 2 * 5 * 32).view(2, 5, 32)).requires_grad_()
+        gated, state = native.kda_layer(
+            x,
+            torch.zeros(2, 3, 96),
+            z,
+            torch.ones(4, 96),
+            torch.ones(1),
+            torch.ones(32),
+            torch.zeros(2, 1, 32, 32),
+            beta_at=96,
+            gate_at=97,
+            bound=-5.0,
+            eps=1e-5,
+        )
+        grads = torch.autograd.grad(gated.sum() + state.sum(), (x, z))
+        assert all(bool(t.isfinite().all()) for t in (gated, state, *grads))
+
+
 def test_the_start_favours_copying() -> None:
     model = K3Model(K3Config.scaled("a"))
     initialise(model, 0)

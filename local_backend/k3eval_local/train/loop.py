@@ -170,7 +170,11 @@ class Run:
         total = (losses * batch.weights).sum() / batch.weights.sum()
         torch.autograd.backward(total)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
-        self._optimizers.step(rate)
+        if not math.isfinite(float(norm)):
+            self.model.zero_grad(set_to_none=True)
+            self._log(skipped="the gradient is not finite")
+        else:
+            self._optimizers.step(rate)
         loads = self._balancer.step()
         self.tokens += int(batch.valid.sum())
         written = batch.weights == 1.0

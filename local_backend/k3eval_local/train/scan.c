@@ -30,6 +30,9 @@ static inline const float *row(const Shape *s, const float *x, const float *carr
     return t < 0 ? carry + (b * 3 + t + 3) * 3 * s->H * K : x + (b * s->T + t) * s->width;
 }
 
+/* The bound keeps exp finite: fast arithmetic turns 1 / infinity into NaN. */
+static inline float logistic(float x) { return 1.0f / (1.0f + expf(-fminf(fmaxf(x, -40.0f), 40.0f))); }
+
 static inline float dot(const float *a, const float *b) {
     float sum = 0;
     for (int i = 0; i < K; i++) sum += a[i] * b[i];
@@ -48,7 +51,7 @@ static void prepare(const Shape *s, const float *x, const float *carry, const fl
         const float *w = taps + at;
         for (int c = 0; c < K; c++)
             n->y[stream][c] = x0[c] * w[c] + x1[c] * w[3 * P + c] + x2[c] * w[6 * P + c] + x3[c] * w[9 * P + c];
-        for (int c = 0; c < K; c++) n->sig[stream][c] = 1.0f / (1.0f + expf(-n->y[stream][c]));
+        for (int c = 0; c < K; c++) n->sig[stream][c] = logistic(n->y[stream][c]);
     }
     for (int c = 0; c < K; c++) {
         n->q[c] = n->y[0][c] * n->sig[0][c];
@@ -63,11 +66,11 @@ static void prepare(const Shape *s, const float *x, const float *carry, const fl
         n->q[c] *= scale;
         n->k[c] *= n->inverse_k;
         n->z[c] = own[c];
-        n->fade[c] = 1.0f / (1.0f + expf(-rate[h] * own[c]));
+        n->fade[c] = logistic(rate[h] * own[c]);
         n->a[c] = expf(s->bound * n->fade[c]);
-        n->gate[c] = 1.0f / (1.0f + expf(-gate[c]));
+        n->gate[c] = logistic(gate[c]);
     }
-    n->beta = 1.0f / (1.0f + expf(-now[s->beta_at + h]));
+    n->beta = logistic(now[s->beta_at + h]);
 }
 
 /* One step of the state; `faded` receives S', and S becomes the new state. */
@@ -224,17 +227,16 @@ int kda_backward(const Shape *s, const float *x, const float *carry, const float
 
 /* situ(a, b) = beta tanh(a / beta) sigmoid(a) * linear tanh(b / linear), n values. */
 void situ_forward(long n, float beta, float linear, const float *a, const float *b, float *y) {
-    for (long i = 0; i < n; i++) {
-        const float e = expf(-a[i]), s = 2.0f / (1.0f + expf(-2.0f / beta * a[i])) - 1.0f;
-        y[i] = beta * linear * s / (1.0f + e) * (2.0f / (1.0f + expf(-2.0f / linear * b[i])) - 1.0f);
-    }
+    for (long i = 0; i < n; i++)
+        y[i] = beta * linear * (2.0f * logistic(2.0f / beta * a[i]) - 1.0f) * logistic(a[i]) *
+               (2.0f * logistic(2.0f / linear * b[i]) - 1.0f);
 }
 
 void situ_backward(long n, float beta, float linear, const float *a, const float *b, const float *dy, float *da,
                    float *db) {
     for (long i = 0; i < n; i++) {
-        const float sig = 1.0f / (1.0f + expf(-a[i])), s = 2.0f / (1.0f + expf(-2.0f / beta * a[i])) - 1.0f;
-        const float u = 2.0f / (1.0f + expf(-2.0f / linear * b[i])) - 1.0f, g = dy[i] * sig;
+        const float sig = logistic(a[i]), s = 2.0f * logistic(2.0f / beta * a[i]) - 1.0f;
+        const float u = 2.0f * logistic(2.0f / linear * b[i]) - 1.0f, g = dy[i] * sig;
         db[i] = g * beta * s * (1.0f - u * u);
         da[i] = g * linear * u * (1.0f - s * s + beta * s * (1.0f - sig));
     }
