@@ -54,6 +54,9 @@ def verdict(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "grade.py").write_text(GRADE.read_text())
     (tmp_path / "expected.json").write_text(json.dumps({"fail_to_pass": ["a"], "pass_to_pass": ["b[1]"]}))
     (tmp_path / "junit.xml").write_text('<x><testcase name="a"/><testcase name="b[1]"/></x>')
+    (tmp_path / "regression.xml").write_text(
+        '<x><testcase name="c"/><testcase name="d"><skipped/></testcase></x>'
+    )
     return tmp_path
 
 
@@ -87,7 +90,19 @@ def test_no_reward_for_a_test_that_did_not_pass(verdict: Path, child: str) -> No
 def test_no_reward_without_a_report_or_for_a_test_that_never_ran(verdict: Path) -> None:
     (verdict / "junit.xml").write_text('<x><testcase name="a"/></x>')
     assert graded(verdict) == "0"
+    (verdict / "junit.xml").write_text("<x><testcase")
+    assert graded(verdict) == "0"
     (verdict / "junit.xml").unlink()
+    assert graded(verdict) == "0"
+
+
+@pytest.mark.parametrize(
+    "report",
+    ["<x/>", '<x><testcase name="c"/><testcase name="d"><failure/></testcase></x>', "<x><testcase", None],
+)
+def test_no_reward_for_a_regression_run_that_shows_nothing(verdict: Path, report: str | None) -> None:
+    path = verdict / "regression.xml"
+    path.unlink() if report is None else path.write_text(report)
     assert graded(verdict) == "0"
 
 

@@ -31,21 +31,50 @@ USER agent
 TEST_SH = """\
 #!/bin/bash
 # Reward 1 when every hidden test passes. The project is imported from /app; nothing of its own tests,
-# start-up modules or pytest settings is used.
+# start-up modules or pytest settings is used. The tests run as `agent`, who cannot write the reward; the
+# verdict is root's, after everything that they started has ended.
 set -u
-mkdir -p /logs/verifier
-echo 0 > /logs/verifier/reward.txt
+out=/logs/verifier
+scratch=/tmp/k3eval-scratch
+drop="setpriv --reuid=agent --regid=agent --clear-groups"
+mkdir -p "$out"
+echo 0 > "$out/reward.txt"
+install -d -o agent -g agent "$scratch"
 unset PYTEST_ADDOPTS PYTEST_PLUGINS
 cd /tests || exit 1
-if timeout -k 5 120 python -I -c '
+HOME=/home/agent timeout -k 5 120 $drop python -I -c '
 import sys
-sys.path[:0] = ["/tests", "/app"]
 import pytest
+sys.path += ["/tests", "/app"]  # last, so that the project cannot stand in for pytest
 sys.exit(pytest.main(["-q", "--tb=line", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=/tests",
-                      "--confcutdir=/tests", "--junitxml=/logs/verifier/junit.xml", "/tests"]))'
-then
-    echo 1 > /logs/verifier/reward.txt
-fi
+                      "--confcutdir=/tests", "--junitxml=/tmp/k3eval-scratch/junit.xml", "/tests"]))' \\
+    > /tmp/k3eval-log 2>&1
+code=$?
+$drop sh -c 'kill -9 -1; exit 7'
+[ $? -eq 7 ] || exit 1 # no process can be started: reward 0 stands
+tail -c 20000 /tmp/k3eval-log
+[ -f "$scratch/junit.xml" ] && [ ! -L "$scratch/junit.xml" ] || exit 1
+head -c 8000000 "$scratch/junit.xml" > "$out/junit.xml"
+[ "$code" -eq 0 ] && python -I /tests/all_passed.py "$out/junit.xml" && echo 1 > "$out/reward.txt"
+exit 0
+"""
+
+ALL_PASSED_PY = """\
+# Exit 0 when the report names every hidden test as passed.
+import ast
+import pathlib
+import sys
+import xml.etree.ElementTree
+
+wanted = {
+    f"{path.stem}::{node.name}"
+    for path in pathlib.Path(__file__).parent.glob("test_*.py")
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+}
+cases = xml.etree.ElementTree.parse(sys.argv[1]).getroot().iter("testcase")
+passed = {f"{case.get('classname')}::{case.get('name')}" for case in cases if len(case) == 0}
+sys.exit(0 if wanted and wanted <= passed else 1)
 """
 
 _SOLVE_SH = """\
@@ -108,6 +137,7 @@ def task_files(project: MiniProject) -> dict[str, str]:
         "instruction.md": instruction(project),
         "environment/Dockerfile": DOCKERFILE,
         "tests/test.sh": TEST_SH,
+        "tests/all_passed.py": ALL_PASSED_PY,
         "solution/solve.sh": solve,
     }
     made |= {f"tests/{path}": text for path, text in project.hidden_test().items()}
