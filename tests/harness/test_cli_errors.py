@@ -19,6 +19,7 @@ from k3eval_harness.errors import Cancelled, EngineUnavailable, UsageError
         (Cancelled("stopped by the user"), Exit.INTERRUPTED),
         (BudgetExceededError("too dear"), Exit.BUDGET),
         (KeyboardInterrupt(), Exit.INTERRUPTED),
+        (OSError(28, "No space left on device", "results"), Exit.VOID),
     ],
 )
 def test_exit_codes(error: BaseException, code: Exit, capsys: pytest.CaptureFixture[str]) -> None:

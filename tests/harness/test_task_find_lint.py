@@ -53,6 +53,13 @@ def test_an_unknown_name_lists_near_ones(root: Path) -> None:
         find_tasks(str(root / "empty"), roots=[])
 
 
+@pytest.mark.parametrize("selector", ["/" + "x" * 5000, "x" * 5000, "~nobody-of-that-name/x", "a\0b/"])
+def test_what_no_file_can_be_called_is_an_unknown_name(root: Path, selector: str) -> None:
+    with pytest.raises(UsageError, match="no task named") as raised:
+        find_tasks(selector, roots=(root,))
+    assert len(raised.value.message) < 300
+
+
 def test_a_sound_task_has_no_errors_or_warnings(tmp_path: Path) -> None:
     toml = TOML.replace("docker_image", "#")
     task = load_task(write_task(tmp_path, toml=toml, dockerfile="FROM debian:12.7\n"))

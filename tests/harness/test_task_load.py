@@ -186,3 +186,14 @@ def test_a_special_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(path / "pipe")
     with pytest.raises(TaskError, match="neither a file nor a folder"):
         load_task(path)
+
+
+def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+    toml = f"x = {'[' * 3000}{']' * 3000}\n"
+    with pytest.raises(TaskError, match="nested too deeply"):
+        load_task(write_task(tmp_path, toml=toml))
+
+
+def test_memory_beyond_any_engine_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="memory_mb: must be less than"):
+        load_task(write_task(tmp_path, toml=TOML.replace("memory_mb = 256", f"memory_mb = {10**30}")))

@@ -42,7 +42,7 @@ def _custom(name: str, module: str, attribute: str) -> Agent:
         sys.path.insert(0, here)
     try:
         made: object = getattr(importlib.import_module(module), attribute)()
-    except ImportError as error:
+    except (ImportError, SyntaxError) as error:
         raise UsageError(f"agent {name}: cannot import {module}: {error}") from error
     except AttributeError as error:
         raise UsageError(f"agent {name}: {module} has no {attribute}") from error

@@ -10,6 +10,8 @@ from enum import IntEnum
 
 import typer
 
+_SHOWN = 200
+
 
 class Exit(IntEnum):
     """Exit codes of every command."""
@@ -52,5 +54,9 @@ def one_line_errors() -> Iterator[None]:
     except (HarnessError, K3EvalError) as error:
         code = {"budget": Exit.BUDGET, "user": Exit.USAGE}.get(error.cause, Exit.VOID)
         raise fail(" ".join(error.message.split()), code) from error
+    except OSError as error:
+        # what no part foresaw: a full disk, a name longer than the file system takes
+        place = f"{str(error.filename)[:_SHOWN]}: " if error.filename else ""
+        raise fail(f"{place}{error.strerror or error}", Exit.VOID) from error
     except KeyboardInterrupt:
         raise fail("interrupted", Exit.INTERRUPTED) from None

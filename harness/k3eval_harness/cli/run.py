@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "local/a"
 DEFAULT_OUT = Path("results/runs")
 MAX_SEED = 2**63
+MIN_FREE_BYTES = 16 * 1024**2
+"""Less free space than this would end the job half-way."""
 
 
 def register(app: typer.Typer) -> None:
@@ -207,20 +209,32 @@ def _execute(config: JobConfig) -> JobSummary:
             if cancel.is_set():  # what was being started was cut off: that is the user's stop, not an error
                 raise KeyboardInterrupt from None
             raise
+        except OSError as error:
+            reason = error.strerror or error
+            raise HarnessError(
+                f"results cannot be written to {config.out}: {reason}; free some disk or choose another --out"
+            ) from error
 
 
 def _check_writable(out: Path) -> None:
     """Refuse a results folder that cannot be made or written, and leave nothing behind in the attempt."""
+    import shutil
     import tempfile
 
     from k3eval_harness.errors import UsageError
 
-    existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     try:
+        existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):
-            pass
+            free = shutil.disk_usage(existing).free
     except OSError as error:
-        raise UsageError(f"cannot write results to {out}: {error.strerror}; choose another --out") from None
+        raise UsageError(
+            f"cannot write results to {str(out)[:200]}: {error.strerror}; choose another --out"
+        ) from None
+    if free < MIN_FREE_BYTES:
+        raise UsageError(
+            f"only {free // 1024} KiB free for results in {out}: free some disk or choose another --out"
+        )
 
 
 @contextmanager

@@ -20,6 +20,8 @@ NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$"
 DEFAULT_VERIFIER_SECONDS: Final = 600.0
 DEFAULT_BUILD_SECONDS: Final = 600.0
 
+MAX_MB: Final = 2**40
+"""In bytes it still is a number that the engine can read."""
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 User = str | int
 NetworkMode = Literal["public", "no-network", "allowlist"]
@@ -108,8 +110,8 @@ class EnvironmentTable(PhaseTable):
     """A ready image; ``environment/Dockerfile`` may then be absent."""
     os: Annotated[Literal["linux", "windows"], BeforeValidator(_lower)] = "linux"
     cpus: float | None = Field(default=None, gt=0)
-    memory_mb: int | None = Field(default=None, gt=0)
-    storage_mb: int | None = Field(default=None, gt=0)
+    memory_mb: int | None = Field(default=None, gt=0, le=MAX_MB)
+    storage_mb: int | None = Field(default=None, gt=0, le=MAX_MB)
     gpus: int | None = Field(default=None, ge=0)
     gpu_types: list[str] | None = None
     tpu: TpuTable | None = None

@@ -16,6 +16,7 @@ from k3eval_harness.errors import UsageError
 from k3eval_harness.task.load import Task, load_task
 
 _DEPTH: Final = 3
+_SHOWN: Final = 200
 
 
 def default_roots() -> tuple[Path, ...]:
@@ -34,12 +35,17 @@ def find_tasks(selector: str, *, roots: Sequence[Path] | None = None) -> tuple[T
     """
     if not selector.strip():
         raise UsageError("an empty task name; see `k3eval tasks list`")
-    as_path = Path(selector).expanduser()
-    if (os.sep in selector or selector in (".", "..")) and as_path.exists():
+    as_path = Path(selector)
+    try:
+        as_path = as_path.expanduser()
+        exists, is_folder = as_path.exists(), as_path.is_dir()
+    except (OSError, RuntimeError, ValueError):  # longer than a path can be, no such user's home, a NUL byte
+        exists = is_folder = False
+    if exists and (os.sep in selector or selector in (".", "..")):
         return _from_path(as_path)
     folders = _task_folders(default_roots() if roots is None else roots)
     chosen = [folder for folder, names in folders.items() if any(_matches(selector, name) for name in names)]
-    if not chosen and as_path.is_dir():
+    if not chosen and is_folder:
         return _from_path(as_path)
     if not chosen:
         raise UsageError(_not_found(selector, folders))
@@ -82,6 +88,7 @@ def _not_found(selector: str, folders: dict[Path, tuple[str, ...]]) -> str:
     names = sorted({name for group in folders.values() for name in group})
     if not names:
         return f"no task named {selector!r}, and no tasks folder here; give a path or run in the checkout"
+    selector = selector if len(selector) <= _SHOWN else f"{selector[:_SHOWN]}..."
     near = difflib.get_close_matches(selector, names, n=3, cutoff=0.5)
     hint = f"; did you mean {', '.join(near)}?" if near else "; see `k3eval tasks list`"
     return f"no task named {selector!r}{hint}"

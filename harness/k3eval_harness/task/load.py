@@ -157,6 +157,8 @@ def _read_config(toml_path: Path) -> TaskConfig:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise TaskError(f"{toml_path}: not valid TOML: {error}") from error
+    except RecursionError:
+        raise TaskError(f"{toml_path}: not valid TOML: nested too deeply") from None
     try:
         return TaskConfig.model_validate(data)
     except ValidationError as error:
