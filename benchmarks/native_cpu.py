@@ -28,8 +28,9 @@ import torch
 from k3eval_local.engine.k3_runner import K3Runner
 from k3eval_local.engine.runner import Row
 from k3eval_local.kernels.native.build import Isa, NativeUnavailable, load
+from k3eval_local.kernels.native.pack import WeightType
 from k3eval_local.kernels.native.scan import kda_scan
-from k3eval_local.kernels.native.step import NativeSession, NativeStep, WeightType
+from k3eval_local.kernels.native.step import NativeSession, NativeStep
 from k3eval_local.model import K3Config, K3Model
 from k3eval_local.model.config import LinearAttnConfig
 from k3eval_local.model.kda import kda_chunk

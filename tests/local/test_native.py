@@ -12,6 +12,8 @@ from torch import Tensor
 
 from k3eval_local.kernels.native import build
 from k3eval_local.kernels.native.build import Isa, NativeUnavailable
+from k3eval_local.kernels.native.pack import WeightType
+from k3eval_local.kernels.native.probe import narrow_speedup
 from k3eval_local.kernels.native.scan import kda_scan
 from k3eval_local.kernels.native.step import NativeSession, NativeStep, SequenceView
 from k3eval_local.model import K3Config, K3Model
@@ -160,6 +162,12 @@ def test_scan_equals_the_recurrence(K: int, cache: Path) -> None:
     o = kda_scan(q[0], k[0], v[0], g[0], beta[0], state[0], threads=2, library=build.load(cache=cache))
     assert (o - expected[0]).abs().max().item() < 1e-5
     assert (state - end).abs().max().item() < 1e-5
+
+
+@needs_native
+@pytest.mark.parametrize("weights", ["bf16", "int8"])
+def test_the_probe_measures_a_ratio(weights: WeightType, cache: Path) -> None:
+    assert 0.05 < narrow_speedup(build.load(cache=cache), weights) < 50
 
 
 def test_no_compiler(tmp_path: Path) -> None:

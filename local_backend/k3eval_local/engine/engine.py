@@ -11,6 +11,7 @@ from k3eval_local.engine.core import EngineCore
 from k3eval_local.engine.k3_runner import K3Runner
 from k3eval_local.engine.native_runner import NativeRunner
 from k3eval_local.kernels.native.build import NativeUnavailable
+from k3eval_local.kernels.native.pack import WeightType
 from k3eval_local.model.accounting import count_parameters
 from k3eval_local.model.decoder import K3Model
 
@@ -43,6 +44,7 @@ class Engine(EngineCore):
         checkpoint_tokens: int = 512,
         cache_dtype: torch.dtype | None = None,
         kernels: Kernels = "auto",
+        weights: WeightType = "fp32",
         seed: int | None = None,
     ) -> None:
         """Reserves the memory; does not start yet.
@@ -57,12 +59,13 @@ class Engine(EngineCore):
         cache_dtype: of the attention cache; the model's own by default.
         kernels: what runs the model. ``auto``: Triton kernels on a GPU; on a CPU the native step when it can
             be had, else torch, and one line says why. The other values force one of them.
+        weights: of the native step's matrices; narrower ones only where a probe finds them faster.
         seed: source of the seeds of requests that bring none.
 
         Raises InvalidRequest when the budget does not hold max_batch states and one page, NativeUnavailable
         or KernelUnavailable when a forced path cannot serve this model here.
         """
-        runner = _runner(model, memory_budget_bytes, max_batch, block_tokens, cache_dtype, kernels)
+        runner = _runner(model, memory_budget_bytes, max_batch, block_tokens, cache_dtype, kernels, weights)
         chunk = _chunk(model) if prefill_chunk is None else prefill_chunk
         super().__init__(runner, prefill_chunk=chunk, checkpoint_tokens=checkpoint_tokens, seed=seed)
 
@@ -74,8 +77,13 @@ def _runner(
     page_tokens: int,
     dtype: torch.dtype | None,
     kernels: Kernels,
+    weights: WeightType,
 ) -> K3Runner:
     """The runner asked for, or the fastest that can be had."""
+    if weights != "fp32" and kernels not in ("auto", "native"):
+        raise NativeUnavailable(
+            f"{weights} weights are the native step's; {kernels} runs fp32 and bf16 models"
+        )
     if kernels == "triton" or (kernels == "auto" and model.device.type == "cuda"):
         from k3eval_local.engine.triton_runner import (
             TritonRunner,
@@ -92,10 +100,14 @@ def _runner(
     if kernels == "native" or (kernels == "auto" and dtype in (None, model.dtype)):
         try:
             return NativeRunner(
-                model, memory_budget_bytes=budget, max_batch=max_batch, page_tokens=page_tokens
+                model,
+                memory_budget_bytes=budget,
+                max_batch=max_batch,
+                page_tokens=page_tokens,
+                weights=weights,
             )
         except NativeUnavailable as reason:
-            if kernels == "native":
+            if kernels == "native" or weights != "fp32":
                 raise
             _log.info("the engine runs on torch: %s", reason)
     return K3Runner(

@@ -102,6 +102,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
         default="auto",
         help="what runs it: Triton on a GPU, the native step on a CPU, or one of them by name (%(default)s)",
     )
+    made.add_argument(
+        "--weights",
+        choices=("fp32", "bf16", "int8"),
+        default="fp32",
+        help="of the native step; narrow ones are used where they are faster (%(default)s)",
+    )
     made.add_argument("--max-body-mib", type=int, default=64, help="largest request body (%(default)s)")
     made.add_argument("--free", action="store_true", help="do not force well-formed messages while sampling")
     made.add_argument("--prices", action="store_true", help="apply the published prices to the local tokens")

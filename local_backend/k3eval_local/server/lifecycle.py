@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from k3eval_local.engine import Engine
     from k3eval_local.engine.engine import Kernels
+    from k3eval_local.kernels.native.pack import WeightType
 
 _PARENT_POLL_S = 0.5
 
@@ -63,6 +64,7 @@ class LaunchOptions:
     max_batch: int
     threads: int | None
     kernels: Kernels
+    weights: WeightType
     device: str
     max_body_mib: int
     free: bool
@@ -157,6 +159,7 @@ def _load(options: LaunchOptions) -> tuple[str, Tokenizer, Engine]:
             memory_budget_bytes=options.memory_mib * MIB,
             max_batch=options.max_batch,
             kernels=options.kernels,
+            weights=options.weights,
             seed=options.seed,
         )
     except (LocalError, EngineError, OSError) as error:

@@ -16,9 +16,26 @@ typedef struct {
     int32_t width;        /* W */
 } Cache;
 
-INLINE const float *cache_rows(const Cache *c, long t) {
+INLINE const float *cache_row(const Cache *c, long t) {
     if (!c->table) return c->base + t * c->width;
     return c->base + c->table[t / c->page] * c->stride + t % c->page * c->width;
+}
+
+/* Rows [at, at + count) as one run: where they lie when their pages follow one another, else copied to flat. */
+static const float *cache_run(const Cache *c, long at, int count, float *flat) {
+    const float *first = cache_row(c, at);
+    if (!c->table) return first;
+    long page = at / c->page, last = (at + count - 1) / c->page;
+    int together = 1;
+    for (long p = page; p < last; p++)
+        together &= c->stride == (int64_t)c->page * c->width && c->table[p + 1] == c->table[p] + 1;
+    if (together) return first;
+    for (long t = at; t < at + count;) {
+        long end = (t / c->page + 1) * c->page < at + count ? (t / c->page + 1) * c->page : at + count;
+        memcpy(flat + (t - at) * c->width, cache_row(c, t), sizeof(float) * (size_t)(end - t) * (size_t)c->width);
+        t = end;
+    }
+    return flat;
 }
 
 /* kt: panels of NR tokens, each [W][NR]; columns past `count` are zero. W is a multiple of VW. */
@@ -63,18 +80,16 @@ INLINE void values_rows(int R, const float *p, const float *rows, int count, int
 
 /* G query rows q [G, W] (already scaled), row g may see the cache positions < limit[g], against the key range
  * [from, to). Leaves the unnormalised sum in o [G, r] and the running maximum and sum in m, l [G].
- * kt: scratch of KB * W floats. */
+ * kt: scratch of 2 * KB * W floats. */
 static void attend(const float *q, int G, const int64_t *limit, const Cache *cache, int r, long from, long to,
                    float *o, float *m, float *l, float *kt) {
     int W = cache->width;
     float s[GMAX * KB], corr[GMAX];
     for (int g = 0; g < G; g++) m[g] = -INFINITY, l[g] = 0.0f;
     memset(o, 0, sizeof(float) * (size_t)G * (size_t)r);
-    for (long at = from, next; at < to; at = next) { /* blocks end where pages end */
-        next = (at / KB + 1) * KB;
-        if (cache->table && next > (at / cache->page + 1) * cache->page) next = (at / cache->page + 1) * cache->page;
-        int count = (int)((to < next ? to : next) - at);
-        const float *rows = cache_rows(cache, at);
+    for (long at = from; at < to; at += KB) {
+        int count = to - at < KB ? (int)(to - at) : KB;
+        const float *rows = cache_run(cache, at, count, kt + (long)KB * W);
         transpose_block(rows, count, W, kt);
         for (int p = 0; p < KB / NR; p++)
             panel_rows(F32, kt + (long)p * W * NR, NULL, W, q, W, G, s + p * NR, KB);

@@ -194,7 +194,7 @@ static void mla(Model *M, Layer *L, int nseg, Seq **seq, const int32_t *len, int
     for (int s = 0; s < nseg; s++)
         for (int i = 0; i < len[s]; i++, row++) {
             Cache cache = {L->pages, seq[s]->table, c->page_stride, c->page, W};
-            float *kv = M->proj + row * ld + c->q_lora, *dst = (float *)cache_rows(&cache, seq[s]->pos + i);
+            float *kv = M->proj + row * ld + c->q_lora, *dst = (float *)cache_row(&cache, seq[s]->pos + i);
             rmsnorm(kv, L->kv_norm, r, c->latent_eps, dst);
             memcpy(dst + r, kv + r, sizeof(float) * (size_t)c->slot);
         }
@@ -404,7 +404,7 @@ Model *k3_new(const Config *c, const Layer *layers, const float *embed, const fl
     M->ld_wide = padded((int)wide) + NR;
     long parts = (long)MAX_PARTS * GMAX * (c->r + 2); /* split attention */
     long sources = (c->layers + c->block - 1) / c->block;
-    M->scratch_each = KB * W + 64;
+    M->scratch_each = 2 * KB * W + 64;
     M->layer = malloc(sizeof(Layer) * (size_t)c->layers);
     M->bank = floats(sources * N * c->d), M->rms = floats(sources * N);
     M->p = floats(N * c->d), M->x = floats(N * c->d);
@@ -434,6 +434,9 @@ void k3_set_threads(Model *M, int32_t threads) {
 }
 
 int k3_panel_width(void) { return NR; }
+
+/* One product alone, for the probe of weight types. */
+void k3_linear(const Mat *m, const float *x, float *y) { linear(m, x, m->in, 1, y, padded(m->out), 1); }
 
 /* The scan alone: q, k, alpha, v, o [T, H, K] and beta [T, H], state [H, K, K] in place. q is scaled and q, k are
  * normalised by the caller. */

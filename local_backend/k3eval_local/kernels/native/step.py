@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from k3eval_local.kernels.native.build import PANEL, NativeLibrary, NativeUnavailable, load
+from k3eval_local.kernels.native.build import NativeLibrary, NativeUnavailable, load
+from k3eval_local.kernels.native.pack import Mat, WeightType, pack
 from k3eval_local.model import K3Model
 from k3eval_local.model.config import K3Config
 from k3eval_local.model.decoder import mix_query
@@ -25,24 +25,10 @@ from k3eval_local.model.kda import KDA
 from k3eval_local.model.mla import MLA
 from k3eval_local.model.moe import LatentMoE
 
-WeightType = Literal["fp32", "bf16", "int8"]
-_DTYPE: dict[WeightType, int] = {"fp32": 0, "bf16": 1, "int8": 2}
 _LANES = 16
 """Every vector loop runs over whole vectors of this many floats."""
 
-FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int32]
-
-
-class _Mat(ctypes.Structure):
-    _fields_ = (
-        ("w", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("out", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("dtype", ctypes.c_int32),
-        ("pad", ctypes.c_int32),
-    )
 
 
 def _fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -65,11 +51,11 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *_fields(ctypes.c_int32, "kind dense"),
         *_fields(ctypes.c_void_p, "norm_in norm_post res_attn res_mlp"),
-        *_fields(_Mat, "inputs out f_b"),
+        *_fields(Mat, "inputs out f_b"),
         *_fields(ctypes.c_void_p, "conv decay dt head_norm q_norm kv_norm"),
-        ("q_b", _Mat),
+        ("q_b", Mat),
         *_fields(ctypes.c_void_p, "uk uv"),
-        *_fields(_Mat, "up down router"),
+        *_fields(Mat, "up down router"),
         *_fields(ctypes.c_void_p, "bias latent_norm w13 w2 pages"),
     )
 
@@ -144,7 +130,6 @@ class NativeStep:
         _check(config)
         self.config, self.weights, self.threads, self.max_rows = config, weights, threads, max_rows
         self.library = library or load()
-        self._panel = PANEL[self.library.isa]
         self._keep: list[object] = []  # arrays that C points into
         self._bytes = self._expert_bytes = 0
         self.kda_layers = [i for i, kind in enumerate(config.layer_kinds) if kind == "kda"]
@@ -253,28 +238,14 @@ class NativeStep:
         self._bytes += array.nbytes
         return _pointer(array)
 
-    def _mat(self, parts: Sequence[Tensor], weights: WeightType | None = None) -> _Mat:
-        """The matrices [out_i, in], stacked over their outputs, as panels [out / NR, in, NR]."""
-        kind = weights or self.weights
-        matrix = torch.cat([part.detach().to(torch.float32) for part in parts])
-        out, inputs = matrix.shape
-        matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -out % self._panel))
-        scale: FloatArray | None = None
-        if kind == "int8":
-            peak = matrix.abs().amax(1).clamp(min=1e-30) / 127.0
-            scale = peak.numpy().copy()
-            matrix = (matrix / peak[:, None]).round().to(torch.int8)
-        elif kind == "bf16":
-            matrix = matrix.to(torch.bfloat16).view(torch.int16)
-        panels = matrix.view(-1, self._panel, inputs).transpose(1, 2).contiguous().numpy().copy()
-        self._keep += [panels, scale]
-        self._bytes += panels.nbytes + (scale.nbytes if scale is not None else 0)
-        return _Mat(
-            _pointer(panels), None if scale is None else _pointer(scale), out, inputs, _DTYPE[kind], 0
-        )
+    def _mat(self, parts: Sequence[Tensor], weights: WeightType | None = None) -> Mat:
+        packed = pack(parts, weights or self.weights, self.library.isa)
+        self._keep.append(packed)
+        self._bytes += packed.nbytes
+        return packed.mat
 
     def _mats(self, matrices: Sequence[Sequence[Tensor]]) -> ctypes.c_void_p:
-        array = (_Mat * len(matrices))(*(self._mat(parts) for parts in matrices))
+        array = (Mat * len(matrices))(*(self._mat(parts) for parts in matrices))
         self._keep.append(array)
         return ctypes.c_void_p(ctypes.addressof(array))
 
