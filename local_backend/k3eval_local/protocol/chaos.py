@@ -8,12 +8,12 @@ bytes are sent. Each fault is one entry of :data:`FAULTS`, which is also the doc
 from __future__ import annotations
 
 import copy
-import json
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import pydantic_core
 from pydantic import JsonValue
 
 from k3eval_local.errors import LocalError
@@ -297,10 +297,10 @@ _FRAME_FAULTS: Mapping[str, Callable[[JsonObject], None]] = {
 
 def encode_frame(frame: JsonObject, drawn: Drawn | None) -> bytes:
     """One SSE event."""
-    text = json.dumps(frame, ensure_ascii=False, separators=(",", ":"))
+    text = pydantic_core.to_json(frame)
     if drawn is not None and drawn.name == "crlf":
-        return f": still here\r\ndata:{text}\r\n\r\n".encode()
-    return f"data: {text}\n\n".encode()
+        return b": still here\r\ndata:" + text + b"\r\n\r\n"
+    return b"data: " + text + b"\n\n"
 
 
 def packets(data: bytes, drawn: Drawn | None) -> Iterable[bytes]:

@@ -118,6 +118,9 @@ class OutputParser:
         """Events that ``token`` completes, possibly none."""
         if self._at is _At.THINK:
             self.reasoning_tokens += 1
+        if self._header is None and token < self._tokenizer.n_ranks:  # nearly every token
+            self._body(self._tokenizer.token_bytes(token))
+            return self._take() if self._out else ()
         control = self._tokenizer.control
         if token == control.end_of_msg:
             self._abandon_header()

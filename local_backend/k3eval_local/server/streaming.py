@@ -110,6 +110,9 @@ class EventStream:
         return self._drawn.fraction if self._drawn is not None else 1.0
 
     async def _send(self, send: Send, data: bytes) -> None:
+        if self._keep_alive is None and self._drawn is None:  # the usual case: nobody else sends
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            return
         async with self._lock:
             for packet in packets(data, self._drawn):
                 await send({"type": "http.response.body", "body": packet, "more_body": True})
