@@ -82,7 +82,7 @@ class Batches:
 
     The examples are gone through in a seeded order, again and again, a share ``excerpts`` of them as
     excerpts; ``tokens`` is the size of a batch. The first ``drill_steps`` steps are drills with probability
-    0.7, later ones with probability 0.03.
+    0.7; later ones would throw a trained model back for some ten steps each.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Batches:
     def batch(self, step: int) -> Batch:
         """The batch of one step."""
         rng = np.random.default_rng((self._seed, 2, step))
-        if rng.random() < (0.7 if step < self._drill_steps else 0.03) or not self._rows:
+        if (step < self._drill_steps and rng.random() < 0.7) or not self._rows:
             rows, budget = [], self._tokens
             while budget > 0:
                 rows.append(drill(rng, self._words, self._newline, self._separators))
