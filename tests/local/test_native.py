@@ -18,8 +18,10 @@ from k3eval_local.kernels.native.scan import kda_scan
 from k3eval_local.kernels.native.step import NativeSession, NativeStep, SequenceView
 from k3eval_local.model import K3Config, K3Model
 from k3eval_local.model.kda import kda_recurrent
+from k3eval_local.train.native import library as train_library
 
 ISAS: list[Isa] = [isa for isa in ("avx512", "avx2") if build._NEEDS[isa] <= build.cpu_flags()]
+SOURCE = Path(build.__file__).with_name("step.c")
 needs_native = pytest.mark.skipif(not ISAS, reason="this CPU has neither AVX-512 nor AVX2 with FMA")
 
 
@@ -170,9 +172,18 @@ def test_the_probe_measures_a_ratio(weights: WeightType, cache: Path) -> None:
     assert 0.05 < narrow_speedup(build.load(cache=cache), weights) < 50
 
 
+@needs_native
+def test_loading_leaves_the_float_state_alone(cache: Path) -> None:
+    """A library linked with -ffast-math would flush subnormal numbers to zero in the whole process."""
+    build.load(cache=cache)
+    train_library(32)
+    assert float(np.float64(5e-324) * 1.0) != 0.0
+    assert 5e-324 / 1.0 != 0.0
+
+
 def test_no_compiler(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailable, match="no C compiler"):
-        build._build(Path(build.__file__).parent, tmp_path / "step.so", "avx2", "no-such-compiler")
+        build.compile_library(SOURCE, tmp_path / "step.so", (), compiler="no-such-compiler")
 
 
 def test_compiler_that_fails(tmp_path: Path) -> None:
@@ -180,7 +191,7 @@ def test_compiler_that_fails(tmp_path: Path) -> None:
     compiler.write_text("#!/bin/sh\necho 'step.c:1: error: broken' >&2\nexit 1\n")
     compiler.chmod(0o755)
     with pytest.raises(NativeUnavailable, match="broken"):
-        build._build(Path(build.__file__).parent, tmp_path / "x" / "step.so", "avx2", str(compiler))
+        build.compile_library(SOURCE, tmp_path / "x" / "step.so", (), compiler=str(compiler))
     assert list((tmp_path / "x").iterdir()) == []
 
 
@@ -188,7 +199,7 @@ def test_cache_folder_that_cannot_be_written(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     with pytest.raises(NativeUnavailable, match="cannot be written"):
-        build._build(Path(build.__file__).parent, blocked / "step.so", "avx2", None)
+        build.compile_library(SOURCE, blocked / "step.so", ())
 
 
 def test_unsupported_cpu() -> None:

@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -108,8 +109,9 @@ def load(*, isa: Isa | None = None, cache: Path | None = None, compiler: str | N
     for part in (*_FLAGS, *_ISA_FLAGS[isa], *((source / name).read_text() for name in _SOURCES)):
         digest.update(part.encode())
     path = folder / f"step-{isa}-{digest.hexdigest()[:20]}.so"
-    if not _intact(path):
-        _build(source, path, isa, compiler)
+    if not intact(path):
+        flags_of = (*_FLAGS, *_ISA_FLAGS[isa], "-I", str(source))
+        compile_library(source / "step.c", path, flags_of, compiler=compiler)
     try:
         handle = ctypes.CDLL(str(path))
     except OSError as error:
@@ -125,7 +127,7 @@ def _checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _intact(path: Path) -> bool:
+def intact(path: Path) -> bool:
     """Whether the cached library is there and is what the build wrote: a damaged one could crash the
     process.
     """
@@ -136,7 +138,12 @@ def _intact(path: Path) -> bool:
         return False
 
 
-def _build(source: Path, path: Path, isa: Isa, compiler: str | None) -> None:
+def compile_library(source: Path, path: Path, flags: Sequence[str], *, compiler: str | None = None) -> None:
+    """Compile one C file into the shared library ``path``, with its checksum beside it, all or nothing.
+
+    Raises:
+        NativeUnavailable: no compiler, a folder that cannot be written, or a compiler that fails.
+    """
     name = (
         compiler or os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
     )
@@ -150,18 +157,8 @@ def _build(source: Path, path: Path, isa: Isa, compiler: str | None) -> None:
             f"the cache folder {path.parent} cannot be written: {error.strerror}"
         ) from error
     with scratch as folder:
-        built = Path(folder) / "step.so"
-        command = [
-            name,
-            *_FLAGS,
-            *_ISA_FLAGS[isa],
-            "-I",
-            str(source),
-            str(source / "step.c"),
-            "-o",
-            str(built),
-            "-lm",
-        ]
+        built = Path(folder) / path.name
+        command = [name, *flags, str(source), "-o", str(built), "-lm"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False
@@ -172,7 +169,7 @@ def _build(source: Path, path: Path, isa: Isa, compiler: str | None) -> None:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), "no output")
             raise NativeUnavailable(f"the compiler {name} failed: {reason.strip()}")
         # the checksum goes first: a library without a matching one is never loaded
-        mark = Path(folder) / "step.sha256"
+        mark = Path(folder) / "checksum"
         mark.write_text(_checksum(built))
         mark.replace(path.with_suffix(".sha256"))
         built.replace(path)
