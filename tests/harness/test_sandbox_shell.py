@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,3 +165,43 @@ def test_head_and_tail_of_a_short_stream_are_the_stream() -> None:
     assert kept.result() == (b"abcdefghij", 0)
     kept.feed(b"k")
     assert kept.result() == (b"abcde\n[... 1 bytes left out ...]\nghijk", 1)
+
+
+class _StalledEngine:
+    """A shell that floods, in an engine that starts no process before its output is read."""
+
+    def __init__(self) -> None:
+        self.read_on = threading.Event()
+        self.killing = threading.Event()
+        self._started = False
+
+    def send(self, data: bytes, timeout_s: float) -> None:
+        if not self._started:
+            nonce = re.search(rb"[0-9a-f]{32}", data)
+            assert nonce is not None
+            self._mark = b"\x1e" + nonce[0] + b" 0 /\x1e\n"
+
+    def receive(self, timeout_s: float) -> bytes:
+        if not self._started:
+            self._started = True
+            return self._mark
+        if self.killing.is_set():
+            self.read_on.set()
+            return b""
+        return b"y" * (32 * 1024 * 1024)
+
+    def exit_code(self) -> int | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def kill_all(self) -> None:
+        self.killing.set()
+        assert self.read_on.wait(20)
+
+
+def test_output_is_read_on_while_a_flood_is_killed() -> None:
+    engine = _StalledEngine()
+    result = PersistentShell(lambda: engine, engine.kill_all, "/").run("yes", timeout_s=60)
+    assert (result.flooded, result.timed_out, result.exit_code) == (True, False, None)

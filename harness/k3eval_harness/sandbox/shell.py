@@ -13,6 +13,7 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 from k3eval_harness.errors import SandboxError
@@ -179,18 +180,24 @@ class PersistentShell:
         raise SandboxError(f"no shell starts in the container: {reason}")
 
     def _killed(self, channel: Channel, mark: EndMark, kept: HeadTail, *, flooded: bool) -> CommandResult:
-        self._kill_all()
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        drained = 0
-        while (left := deadline - time.monotonic()) > 0 and drained < FLOOD_LIMIT:
-            try:
-                data = channel.receive(min(left, _POLL_SECONDS))
-            except TimeoutError:
-                continue
-            if not data:
-                break
-            drained += len(data)
-            kept.feed(mark.feed(data)[0])
+        # read on meanwhile: an engine with output that nobody takes may start no process, not even this one
+        with ThreadPoolExecutor(1) as pool:
+            kill = pool.submit(self._kill_all)
+            deadline, drained = None, 0
+            while not kill.done() or deadline is None or time.monotonic() < deadline:
+                if deadline is None and kill.done():
+                    deadline, drained = time.monotonic() + _DRAIN_SECONDS, 0
+                if deadline is not None and drained >= FLOOD_LIMIT:
+                    break
+                try:
+                    data = channel.receive(_POLL_SECONDS)
+                except TimeoutError:
+                    continue
+                if not data:
+                    break
+                drained += len(data)
+                kept.feed(mark.feed(data)[0])
+            kill.result()
         kept.feed(mark.rest())
         self.close()
         text, missing = kept.result()
