@@ -102,11 +102,13 @@ def _tests(task: Task) -> Iterator[Finding]:
                     f"`{match[0].strip()}` needs a network at grade time; put it into the image",
                 )
     test = task.tests_dir / "test.sh"
-    if test.is_file() and "/logs/verifier/reward" not in "".join(
+    texts = [
         path.read_text(encoding="utf-8", errors="replace")
         for path in sorted(task.tests_dir.rglob("*"))
         if path.is_file()
-    ):
+    ]
+    named = any(name in text for text in texts for name in ("reward.txt", "reward.json"))
+    if test.is_file() and not named:
         yield Finding(
             "warning", "tests/test.sh", "nothing in tests/ writes /logs/verifier/reward.txt or .json"
         )
