@@ -109,7 +109,7 @@ def _runner(
         except NativeUnavailable as reason:
             if kernels == "native" or weights != "fp32":
                 raise
-            _log.info("the engine runs on torch: %s", reason)
+            _log.warning("the engine runs on torch: %s", reason)
     return K3Runner(
         model,
         memory_budget_bytes=budget,
