@@ -74,6 +74,8 @@ def train(options: argparse.Namespace) -> None:
     folder = options.out / "checkpoint"
     save(model, folder, dtype=torch.bfloat16)
     tokenizer.save(folder / RANK_FILE)
+    # a model this small is only right where it is sure
+    (folder / "generation_config.json").write_text('{"do_sample": false}\n', encoding="utf-8")
     print(folder, flush=True)  # noqa: T201  # the result of a command
 
 
