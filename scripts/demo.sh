@@ -36,14 +36,14 @@ main() {
     "$K3EVAL" run "${ALL[@]}" --agent nop --concurrency "$CONCURRENCY" --out "$OUT/nop"
     [ "$(score "$OUT/nop")" = 0.0 ] || die "nop scored above 0: see $OUT/nop"
 
-    step "K3 agent on the local backend: real turns, tools, tokens and decode speed. Its weights are random, so it solves nothing"
-    "$K3EVAL" run --task sqlparse-malformed-input --task repo-fix-mini --agent k3 --model local/a \
-        --max-turns 2 --concurrency "$CONCURRENCY" --out "$OUT/k3"
+    step "K3 agent on the local backend: k3-nano, a 4M-parameter K3 trained in this repository, on the tasks it was made for"
+    "$K3EVAL" run --task repo-fix-mini --agent k3 --model local/k3-nano --max-turns 12 \
+        --concurrency "$CONCURRENCY" --out "$OUT/k3"
 
     step "Decode speed and cost of 1,000 tokens against context length, cold and cached prompt"
     "$K3EVAL" bench decode --contexts 1k,4k --model local/a --repeats 2 --output-tokens 128
 
-    step "Done in $SECONDS s: oracle $(score "$OUT/oracle"), nop $(score "$OUT/nop"), k3 with random weights $(score "$OUT/k3"). Results: $OUT"
+    step "Done in $SECONDS s: oracle $(score "$OUT/oracle"), nop $(score "$OUT/nop"), k3-nano $(score "$OUT/k3"). Results: $OUT"
 }
 
 main

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from k3eval_local.checkpoint import open_model
 from k3eval_local.kernels.native import build
 from k3eval_local.kernels.native.build import Isa, NativeUnavailable
 from k3eval_local.kernels.native.pack import WeightType
@@ -80,6 +81,22 @@ def test_512_decoded_tokens_stay_within_1e_4(cache: Path) -> None:
             token = int(expected.argmax())
             assert int(logits.argmax()) == token
     assert worst < 1e-4
+
+
+@needs_native
+def test_greedy_output_of_the_shipped_checkpoint_is_the_reference_s(cache: Path) -> None:
+    built, _ = open_model("k3-nano")
+    built = built.float().eval()
+    session = NativeSession(NativeStep(built, library=build.load(cache=cache)), capacity=300)
+    state, token, worst = built.empty_state(1), 5, 0.0
+    with torch.no_grad():
+        for _ in range(256):
+            expected, state = built.step(torch.tensor([token]), state)
+            logits = session.run([token])
+            worst = max(worst, (logits - expected).abs().max().item())
+            token = int(expected.argmax())
+            assert int(logits.argmax()) == token
+    assert worst < 1e-4 * max(1.0, expected.abs().max().item())
 
 
 @needs_native
