@@ -12,6 +12,7 @@ import json
 import os
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -139,7 +140,7 @@ Answer: TypeAlias = Reply | Exception | Callable[[SeenRequest], Reply]
 """What a script plays: a reply, an exception to raise, or a function of the request."""
 
 
-class _Fake(httpx.BaseTransport, httpx.AsyncBaseTransport):
+class _Fake(httpx.BaseTransport, httpx.AsyncBaseTransport, ABC):
     """A transport that needs no waiting, for both kinds of client."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
@@ -150,8 +151,9 @@ class _Fake(httpx.BaseTransport, httpx.AsyncBaseTransport):
         await request.aread()
         return _response(self.reply_to(request))
 
+    @abstractmethod
     def reply_to(self, request: httpx.Request) -> Reply:
-        raise NotImplementedError
+        """The reply of one request."""
 
 
 class ScriptedTransport(_Fake):

@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -41,7 +42,7 @@ HTTP = httpx.Client(
 """One client for all tests (making one takes longer than a request); it keeps no connection."""
 
 
-class _Engine:
+class _Engine(ABC):
     """Publishes the tokens that ``choose`` gives, on a thread of its own when it must wait."""
 
     def __init__(self) -> None:
@@ -51,8 +52,9 @@ class _Engine:
         self.fail_after: int | None = None
         self.cached = 0
 
+    @abstractmethod
     def choose(self, request: GenerationRequest) -> Iterator[int]:
-        raise NotImplementedError
+        """The tokens of one request."""
 
     def submit(self, request: GenerationRequest) -> Generation:
         generation = Generation(request, submitted_ns=time.monotonic_ns(), on_cancel=lambda _: None)
