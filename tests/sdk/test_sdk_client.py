@@ -12,7 +12,7 @@ from datetime import date
 from decimal import Decimal
 
 import pytest
-from conftest import HttpServer
+from sdk_server import HttpServer
 
 from k3eval import (
     K3,

@@ -13,7 +13,7 @@ import httpx2
 import openai
 import pytest
 import shapes
-from conftest import HttpServer
+from sdk_server import HttpServer
 
 from k3eval import (
     Budget,

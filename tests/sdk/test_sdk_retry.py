@@ -12,7 +12,7 @@ from dataclasses import replace
 import httpx
 import pytest
 import shapes
-from conftest import Handler, HttpServer
+from sdk_server import Handler, HttpServer
 
 from k3eval import (
     K3,

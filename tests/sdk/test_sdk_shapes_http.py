@@ -9,7 +9,7 @@ from decimal import Decimal
 
 import pytest
 import shapes
-from conftest import HttpServer
+from sdk_server import HttpServer
 
 from k3eval import (
     K3,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import HttpServer
+from sdk_server import HttpServer
 
 from k3eval import K3, AsyncK3, K3EvalError, Message, Meter, RetryPolicy, ToolCall
 from k3eval.testing import (
