@@ -49,6 +49,8 @@ class Timing:
     first_event_chars: int = 0
     """Generated characters in the first such event."""
     total_chars: int = 0
+    arrivals: int = 0
+    """Socket reads that brought such events; events of one read share a stamp. 0 = not counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class Reply:
     first_token_ns: int | None = None
     last_token_ns: int | None = None
     token_events: int = 0
+    arrivals: int = 0
     first_event_chars: int = 0
     total_chars: int = 0
     raw: Mapping[str, JsonValue] = field(default_factory=dict, repr=False)
@@ -254,7 +255,7 @@ class StreamDecoder:
 
     __slots__ = (
         "_builder", "_done", "_ended", "_events", "_finish", "_id", "_model", "_raw", "_served_by", "_sse",
-        "_usage",
+        "_usage", "arrivals",
         "error", "first_event_chars", "first_token_ns", "last_token_ns", "token_events", "total_chars",
     )  # fmt: skip
 
@@ -274,6 +275,7 @@ class StreamDecoder:
         self.first_token_ns: int | None = None
         self.last_token_ns: int | None = None
         self.token_events = 0
+        self.arrivals = 0
         self.first_event_chars = 0
         self.total_chars = 0
 
@@ -324,6 +326,7 @@ class StreamDecoder:
             first_token_ns=self.first_token_ns,
             last_token_ns=self.last_token_ns,
             token_events=self.token_events,
+            arrivals=self.arrivals,
             first_event_chars=self.first_event_chars,
             total_chars=self.total_chars,
             raw=self._raw,
@@ -375,6 +378,8 @@ class StreamDecoder:
             if self.first_token_ns is None:
                 self.first_token_ns = at_ns
                 self.first_event_chars = chars
+            if at_ns != self.last_token_ns:
+                self.arrivals += 1
             self.last_token_ns = at_ns
             self.token_events += 1
             self.total_chars += chars

@@ -352,6 +352,7 @@ class Try:
             reply.token_events,
             reply.first_event_chars,
             reply.total_chars,
+            reply.arrivals,
         )
         if reply.error is not None or reply.raw_finish_reason == "error":
             raise self._failed(reply, now)

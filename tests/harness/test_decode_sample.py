@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from k3eval import Timing, Usage
@@ -77,6 +79,12 @@ def test_events_of_one_packet_measure_nothing() -> None:
     sample = decode_sample(timing(first_ms=500, last_ms=500), usage())
     assert sample.seconds_per_token is None
     assert sample.void_reason == "all events arrived at once"
+
+
+def test_text_in_few_bursts_measures_nothing() -> None:
+    few, enough = (replace(timing(), arrivals=n) for n in (7, 8))
+    assert decode_sample(few, usage()).void_reason == "text arrived in only 7 bursts"
+    assert decode_sample(enough, usage()).void_reason is None
 
 
 def test_sixteen_tokens_are_enough() -> None:

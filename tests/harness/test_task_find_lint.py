@@ -41,6 +41,13 @@ def test_paths_need_no_root(root: Path) -> None:
     assert [task.name for task in find_tasks(str(root / "mini/gamma/task.toml"), roots=[])] == ["gamma"]
 
 
+def test_the_full_name_that_tables_print_is_found() -> None:
+    (task,) = find_tasks("k3eval/networkx-subclass-args")
+    assert task.name == "k3eval/networkx-subclass-args"
+    with pytest.raises(UsageError, match="no task named"):
+        find_tasks("other/networkx-subclass-args")
+
+
 def test_an_unknown_name_lists_near_ones(root: Path) -> None:
     with pytest.raises(UsageError, match="no task named 'alpah'; did you mean alpha"):
         find_tasks("alpah", roots=[root])

@@ -47,6 +47,10 @@ def find_tasks(selector: str, *, roots: Sequence[Path] | None = None) -> tuple[T
     chosen = [folder for folder, names in folders.items() if any(_matches(selector, name) for name in names)]
     if not chosen and is_folder:
         return _from_path(as_path)
+    if not chosen and "/" in selector:  # the full name in task.toml, as tables print it: org/name
+        last = selector.rsplit("/", 1)[1]
+        likely = [folder for folder in folders if last and _matches(last, folder.name)]
+        chosen = [folder for folder in likely if _matches(selector, load_task(folder).name)]
     if not chosen:
         raise UsageError(_not_found(selector, folders))
     return tuple(load_task(folder) for folder in chosen)
