@@ -74,7 +74,7 @@ def test_a_common_opening_is_shared(tokenizer: Tokenizer) -> None:
     assert [example.prefix == example.opening for example in shared] == [True] * 4 + [False]
 
 
-def test_an_excerpt_is_the_longest_turn_and_the_message_before_it(tokenizer: Tokenizer) -> None:
+def test_an_excerpt_is_the_longest_pair_of_message_and_turn(tokenizer: Tokenizer) -> None:
     row = excerpt_of(render(_record(), tokenizer))
     text = tokenizer.decode(row.ids)
     assert text.startswith('<|open|>message role="tool"')
@@ -90,10 +90,32 @@ def test_batches_follow_from_seed_and_step(tokenizer: Tokenizer) -> None:
 
     one, other = make(1), make(1)
     for step in (7, 0, 40):  # any order
-        first, second = one.batch(step), other.batch(step)
-        assert first.ids.equal(second.ids)
-        assert first.weights.equal(second.weights)
-    assert any(not make(1).batch(step).ids.equal(make(2).batch(step).ids) for step in range(5))
+        for first, second in zip(one.batches(step), other.batches(step), strict=True):
+            assert first.ids.equal(second.ids)
+            assert first.weights.equal(second.weights)
+    assert any(not make(1).batches(at)[0].ids.equal(make(2).batches(at)[0].ids) for at in range(5))
+
+
+def test_a_long_row_rides_along_and_no_row_is_lost(tokenizer: Tokenizer) -> None:
+    examples = [render(_record(question="add " * at), tokenizer) for at in (1, 2, 3, 4, 5, 6, 700, 900)]
+    data = Batches(examples, tokenizer, tokens=400, seed=0, drill_steps=0)
+    seen = []
+    for step in range(4):
+        first, *long = data.batches(step)
+        assert first.ids.shape[1] < 200
+        assert all(batch.ids.shape[0] == 1 for batch in long)
+        read_only = [((batch.weights > 0) & (batch.weights < 1)).any() for batch in long]
+        assert not any(read_only)
+        seen += [int(row.sum()) for batch in (first, *long) for row in batch.valid]
+        if sum(length > 700 for length in seen) == 2:
+            break
+    assert sum(length > 700 for length in seen) == 2
+
+
+def test_context_weight_is_what_is_asked_for(tokenizer: Tokenizer) -> None:
+    data = Batches([render(_record(), tokenizer)] * 9, tokenizer, tokens=2000, seed=0, drill_steps=0)
+    (batch,) = data.batches(0, 0.05)
+    assert sorted({round(float(w), 4) for w in batch.weights}) == [0.05, 1.0]
 
 
 def test_targets_are_the_next_tokens_and_padding_is_never_one(tokenizer: Tokenizer) -> None:

@@ -1,7 +1,9 @@
 """Batches in a fixed order: every step's rows, weights and drills follow from the seed and the step alone.
 
-Rows of similar length go together. A *drill* is a list of random token lines followed by the same lines in
-another order; only the second half counts. Drills come mostly at the start and teach copying.
+Rows of similar length go together; a row as long as a batch is a batch of its own and rides along with an
+ordinary one, so that no update rests on one conversation. A *drill* is a list of random token lines followed
+by the same lines in another order; only the second half counts. Drills come mostly at the start and teach
+copying.
 """
 
 from collections.abc import Sequence
@@ -16,7 +18,7 @@ from k3eval_local.train.render import Example
 
 CONTEXT_WEIGHT = 0.2
 CONTEXT_SHARE = 0.25
-"""Of the tokens that the model only reads, this share is predicted too, at this weight."""
+"""Of the tokens that the model only reads, this share is predicted too, at this weight by default."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,20 @@ def row_of(example: Example) -> Row:
 
 
 def excerpt_of(example: Example) -> Row:
-    """The turn in which the model writes most and the message before it, without the head.
+    """One turn and the message before it, without the head: the pair that is longest together.
 
     What a turn needs is mostly in the message before it; leaving out the rest saves two thirds of the work.
+    The longest pair is the edit, or the reading of a long output.
     """
-    trained = [at for at, turn in enumerate(example.turns) if turn.trained]
-    longest = max(trained, key=lambda at: example.turns[at].end - example.turns[at].start)
+    before = [0, *(turn.end - example.prefix for turn in example.turns[:-1])]
+    pairs = [
+        (start, turn.end - example.prefix)
+        for start, turn in zip(before, example.turns, strict=True)
+        if turn.trained
+    ]
+    start, end = max(pairs, key=lambda pair: pair[1] - pair[0])
     row = row_of(example)
-    start = example.turns[longest - 1].end - example.prefix if longest else 0
-    part = slice(start, example.turns[longest].end - example.prefix)
-    return Row(row.ids[part], row.weights[part])
+    return Row(row.ids[start:end], row.weights[start:end])
 
 
 def drill(rng: np.random.Generator, words: np.ndarray, newline: int, separators: np.ndarray) -> Row:
@@ -78,7 +84,7 @@ def drill(rng: np.random.Generator, words: np.ndarray, newline: int, separators:
 
 
 class Batches:
-    """``batch(step)`` for any step, the same whenever it is asked for.
+    """``batches(step)`` for any step, the same whenever it is asked for.
 
     The examples are gone through in a seeded order, again and again, a share ``excerpts`` of them as
     excerpts; ``tokens`` is the size of a batch. The first ``drill_steps`` steps are drills with probability
@@ -108,10 +114,10 @@ class Batches:
         self._separators = np.asarray([tokenizer.encode(text)[0] for text in ("_", " ", "(", ".", "/")])
         self._drill_steps = drill_steps
         self._heads = {head: at for at, head in enumerate(sorted({row.head for row in self._rows}))}
-        self._plan: list[list[int]] = []
+        self._plan: list[list[list[int]]] = []
         self._epochs = 0
 
-    def _rows_of(self, step: int) -> list[Row]:
+    def _rows_of(self, step: int) -> list[list[Row]]:
         while len(self._plan) <= step:
             rng = np.random.default_rng((self._seed, 1, self._epochs))
             self._epochs += 1
@@ -130,8 +136,18 @@ class Batches:
                         taken.append(pool.pop(0))
                         longest = len(self._rows[taken[-1]].ids)
                     epoch.append(taken)
-            self._plan += [epoch[at] for at in rng.permutation(len(epoch))]
-        return [self._rows[at] for at in self._plan[step]]
+            order = rng.permutation(len(epoch))
+            steps = [[epoch[at]] for at in order if not self._alone(epoch[at])]
+            for at in order:
+                if self._alone(epoch[at]):  # one long row: an ordinary batch takes it along
+                    if not steps:
+                        steps.append([])
+                    steps[int(rng.integers(len(steps)))].append(epoch[at])
+            self._plan += steps
+        return [[self._rows[at] for at in rows] for rows in self._plan[step]]
+
+    def _alone(self, rows: list[int]) -> bool:
+        return len(rows) == 1 and 2 * len(self._rows[rows[0]].ids) > self._tokens
 
     def _place(self, at: int) -> tuple[int, int, int]:
         """Rows of one head together, then by length."""
@@ -141,20 +157,28 @@ class Batches:
     def _alike(self, one: int, other: int) -> bool:
         return self._rows[one].head == self._rows[other].head
 
-    def batch(self, step: int) -> Batch:
-        """The batch of one step."""
+    def batches(self, step: int, context_weight: float = CONTEXT_WEIGHT) -> list[Batch]:
+        """The batches of one step, whose gradients are added; ``context_weight`` of what is only read."""
         rng = np.random.default_rng((self._seed, 2, step))
         if (step < self._drill_steps and rng.random() < 0.7) or not self._rows:
             rows, budget = [], self._tokens
             while budget > 0:
                 rows.append(drill(rng, self._words, self._newline, self._separators))
                 budget -= len(rows[-1].ids)
-        else:
-            rows = self._rows_of(step)
-        return collate(rows, self._pad, rng)
+            return [collate(rows, self._pad, rng, context_weight)]
+        first, *long = self._rows_of(step)
+        return [
+            collate(first, self._pad, rng, context_weight),
+            *(collate(rows, self._pad, None) for rows in long),
+        ]
 
 
-def collate(rows: Sequence[Row], pad: int, rng: np.random.Generator | None) -> Batch:
+def collate(
+    rows: Sequence[Row],
+    pad: int,
+    rng: np.random.Generator | None,
+    context_weight: float = CONTEXT_WEIGHT,
+) -> Batch:
     """Rows as one batch. Without ``rng`` no read-only token is predicted."""
     width = max(len(row.ids) for row in rows)
     ids = np.full((len(rows), width), pad, dtype=np.int64)
@@ -167,7 +191,7 @@ def collate(rows: Sequence[Row], pad: int, rng: np.random.Generator | None) -> B
     read_only = weights < 0
     weights[read_only] = 0.0
     if rng is not None:
-        weights[read_only & (rng.random(weights.shape) < CONTEXT_SHARE)] = CONTEXT_WEIGHT
+        weights[read_only & (rng.random(weights.shape) < CONTEXT_SHARE)] = context_weight
     # position t predicts the token at t + 1
     row_index, column = np.nonzero(weights[:, 1:])
     return Batch(

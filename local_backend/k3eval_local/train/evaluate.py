@@ -2,8 +2,9 @@
 
     python -m k3eval_local.train.evaluate --model k3-nano --data FILE|- [--json FILE]
 
-The measure is the replay pass rate (see ``measure``), with 95 % Wilson intervals, in all and by kind, and
-the share of reproduced first, second, ... turns. Live rates: ``k3eval run --task repo-fix-mini``.
+The measure is the replay pass rate (see ``measure``), with 95 % Wilson intervals, in all, by kind and by
+turn. ``--turns 2`` on a ``recall`` shape measures recall: the second turn repeats the name of the failing
+test, which stands only before the unrelated output. Live rates: ``k3eval run --task repo-fix-mini``.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from scipy.stats import binomtest
 
-from k3eval_local.train.measure import Score, replay, turn_rates
+from k3eval_local.train.measure import Score, replay, turn_columns
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Evaluation:
     weights: str
     all: Rate
     kinds: dict[str, Rate]
-    turns: list[float]
+    turns: list[Rate]
     loss: float
 
 
@@ -58,7 +59,7 @@ def evaluate(weights: str, scores: Sequence[Score]) -> Evaluation:
         weights,
         Rate.of(sum(score.passed for score in scores), len(scores)),
         {kind: Rate.of(sum(passed), len(passed)) for kind, passed in kinds.items()},
-        [round(share, 4) for share in turn_rates(scores)],
+        [Rate.of(sum(column), len(column)) for column in turn_columns(scores)],
         sum(score.loss for score in scores) / max(1, sum(score.tokens for score in scores)),
     )
 
@@ -69,7 +70,12 @@ def table(result: Evaluation) -> str:
     for name, rate in [*result.kinds.items(), ("all", result.all)]:
         interval = f"{rate.low:.1%} - {rate.high:.1%}"
         lines.append(f"| {name} | {rate.passed} | {rate.n} | {rate.rate:.1%} | {interval} |")
-    return "\n".join([*lines, "", f"turns reproduced: {result.turns}", f"loss: {result.loss:.4f}"])
+    lines += ["", "| turn | reproduced | n | rate | 95 % |", "|---|---|---|---|---|"]
+    for number, rate in enumerate(result.turns, 1):
+        lines.append(
+            f"| {number} | {rate.passed} | {rate.n} | {rate.rate:.1%} | {rate.low:.1%} - {rate.high:.1%} |"
+        )
+    return "\n".join([*lines, "", f"loss: {result.loss:.4f}"])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="k3eval_local.train.evaluate", description="Measure a checkpoint.")
     parser.add_argument("--model", default="k3-nano", help="bundled name or checkpoint folder")
     parser.add_argument("--data", required=True, help="conversations, JSONL; - is standard input")
+    parser.add_argument("--turns", type=int, help="only the first so many turns; the whole by default")
     parser.add_argument("--json", type=Path, help="write the result there too")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     options = parser.parse_args(arguments)
@@ -94,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = Tokenizer.for_checkpoint(folder, model.config.vocab_size)
     with sys.stdin if options.data == "-" else Path(options.data).open(encoding="utf-8") as lines:
         examples = share_openings(list(read_examples(lines, tokenizer)))
-    result = evaluate(weights, replay(model, examples, pad=tokenizer.control.pad))
+    result = evaluate(weights, replay(model, examples, pad=tokenizer.control.pad, turns=options.turns))
     print(table(result))  # noqa: T201  # the result of a command
     if options.json:
         options.json.write_text(json.dumps(asdict(result), indent=1) + "\n", encoding="utf-8")

@@ -4,6 +4,7 @@ Equal data, configuration and seed give equal weights on one machine and thread 
 draws follows from its number, so a run that is resumed continues as if it had not stopped.
 """
 
+import hashlib
 import json
 import math
 import time
@@ -17,7 +18,7 @@ from torch.nn import functional
 from k3eval_local.model.balancing import QuantileBalancer
 from k3eval_local.model.decoder import K3Model
 from k3eval_local.tokenizer import Tokenizer
-from k3eval_local.train.batches import Batch, Batches
+from k3eval_local.train.batches import CONTEXT_WEIGHT, Batch, Batches
 from k3eval_local.train.forward import LayerCarry, Precision, hidden, logits
 from k3eval_local.train.measure import head_carry, pass_rate, replay, turn_rates
 from k3eval_local.train.muon import Optimizers, Rates
@@ -31,8 +32,9 @@ STATE = "state.pt"
 class Schedule:
     """How long and how fast.
 
-    ``warm_up`` steps, constant to step ``hold``, then a cosine down to 3 % of the peak at ``steps``. A run
-    that was started with a later end can be resumed with an earlier one, as long as ``hold`` lies ahead.
+    ``warm_up`` steps, constant to step ``hold``, then a cosine down to 3 % of the peak at ``steps``; the
+    weight of tokens that are only read follows it. A run that was started with a later end can be resumed
+    with an earlier one, as long as ``hold`` lies ahead.
     ``drills`` steps at the start are mostly copy drills; ``excerpts`` is the share of shortened examples.
     """
 
@@ -44,7 +46,7 @@ class Schedule:
     drills: int = 40
     excerpts: float = 0.7
     clip: float = 1.0
-    evaluate_every: int = 100
+    evaluate_every: int = 250
     save_every: int = 100
 
     def rate(self, step: int) -> float:
@@ -122,9 +124,10 @@ class Run:
         last = self.schedule.steps if until is None else min(until, self.schedule.steps)
         window, started, seen = [], time.monotonic(), self.tokens
         while self.step < last:
-            loss, norm, loads = self._train_step(
-                self._batches.batch(self.step), self.schedule.rate(self.step)
-            )
+            rate = self.schedule.rate(self.step)
+            # what is read has much that nobody can predict: late in training that would only be noise
+            batches = self._batches.batches(self.step, CONTEXT_WEIGHT * rate)
+            loss, norm, loads = self._train_step(batches, rate)
             window.append(loss)
             self.step += 1
             if self.step % 20 == 0 or self.step == last:
@@ -141,6 +144,7 @@ class Run:
                 started, seen = time.monotonic(), self.tokens
             if self.step % self.schedule.save_every == 0 or self.step == last:
                 self.save()
+                self._log(weights_sha256=self.weights_digest())
 
     def measure(self) -> float:
         """Replay pass rate on the held-out examples; also logged."""
@@ -154,21 +158,29 @@ class Run:
         )
         return rate
 
-    def _train_step(self, batch: Batch, rate: float) -> tuple[float, float, list[float]]:
+    def _train_step(self, batches: Sequence[Batch], rate: float) -> tuple[float, float, list[float]]:
         """One update: loss of the written tokens, gradient norm, busiest expert of each layer (1 = even)."""
-        carry: list[LayerCarry] | None = head_carry(self.model, batch.head, self._precision)
-        out, _ = hidden(
-            self.model,
-            batch.ids,
-            carry,
-            precision=self._precision,
-            observer=self._balancer,
-            valid=batch.valid,
-        )
-        scores = logits(self.model, out.flatten(0, 1)[batch.positions], self._precision)
-        losses = functional.cross_entropy(scores, batch.targets, reduction="none")
-        total = (losses * batch.weights).sum() / batch.weights.sum()
-        torch.autograd.backward(total)
+        weight = sum(float(batch.weights.sum()) for batch in batches)
+        carries: dict[tuple[int, ...], list[LayerCarry] | None] = {}
+        written_loss, written_count = 0.0, 0
+        for batch in batches:
+            if batch.head not in carries:
+                carries[batch.head] = head_carry(self.model, batch.head, self._precision)
+            out, _ = hidden(
+                self.model,
+                batch.ids,
+                carries[batch.head],
+                precision=self._precision,
+                observer=self._balancer,
+                valid=batch.valid,
+            )
+            scores = logits(self.model, out.flatten(0, 1)[batch.positions], self._precision)
+            losses = functional.cross_entropy(scores, batch.targets, reduction="none")
+            torch.autograd.backward((losses * batch.weights).sum() / weight)
+            written = batch.weights == 1.0
+            written_loss += float(losses.detach()[written].sum())
+            written_count += int(written.sum())
+            self.tokens += int(batch.valid.sum())
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.schedule.clip)
         if not math.isfinite(float(norm)):
             self.model.zero_grad(set_to_none=True)
@@ -176,11 +188,16 @@ class Run:
         else:
             self._optimizers.step(rate)
         loads = self._balancer.step()
-        self.tokens += int(batch.valid.sum())
-        written = batch.weights == 1.0
-        loss = float(losses.detach()[written].mean()) if bool(written.any()) else float(total.detach())
         busiest = [float(load.max() * len(load) / load.sum()) for load in loads.values()]
-        return loss, float(norm), busiest
+        return written_loss / max(1, written_count), float(norm), busiest
+
+    def weights_digest(self) -> str:
+        """SHA-256 of every parameter's bytes: equal runs have equal digests."""
+        digest = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def _log(self, **values: object) -> None:
         entry = {"step": self.step, "tokens": self.tokens, **values}

@@ -6,8 +6,8 @@ out live to the same end, because equal calls give equal tool results. The share
 *replay pass rate*: a lower bound of the live pass rate (another right way counts as a miss).
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,6 +15,8 @@ from k3eval_local.model.decoder import K3Model
 from k3eval_local.train.batches import Batch, collate, row_of
 from k3eval_local.train.forward import LayerCarry, Precision, hidden, logits
 from k3eval_local.train.render import Example
+
+_PART_TOKENS = 16_384
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,21 @@ def replay(
     *,
     pad: int,
     rows: int = 8,
+    turns: int | None = None,
     precision: Precision | None = None,
 ) -> list[Score]:
-    """Score every example, in the order given. All must share one head."""
-    every = sorted(enumerate(examples), key=lambda pair: len(pair[1].ids))
+    """Score every example, in the order given; only the first ``turns`` written turns where that is set.
+
+    Up to ``rows`` examples are run together, fewer where they are long.
+    """
+    every = sorted(
+        ((at, _prepared(example, turns)) for at, example in enumerate(examples)),
+        key=lambda pair: len(pair[1].ids),
+    )
     scores: dict[int, Score] = {}
     carry: list[LayerCarry] | None = None
     known: tuple[int, ...] | None = None
-    for start in range(0, len(every), rows):
-        part = every[start : start + rows]
+    for part in _parts_of(every, rows):
         for head in sorted({example.ids[: example.prefix] for _, example in part}):
             same = [(at, example) for at, example in part if example.ids[: example.prefix] == head]
             if head != known:
@@ -69,6 +77,22 @@ def replay(
             for line, (at, example) in enumerate(same):
                 scores[at] = _score(example, right, loss, batch.positions, line * width)
     return [scores[at] for at in range(len(every))]
+
+
+def _prepared(example: Example, turns: int | None) -> Example:
+    short = example if turns is None else example.first(turns)
+    # behind a shared head attention needs a mask, which grows with the square of the length
+    return replace(short, prefix=0) if len(short.ids) > _PART_TOKENS // 2 else short
+
+
+def _parts_of(every: list[tuple[int, Example]], rows: int) -> Iterator[list[tuple[int, Example]]]:
+    """Neighbours together: at most ``rows``, and at most _PART_TOKENS tokens where it is more than one."""
+    while every:
+        count = rows
+        while count > 1 and count * len(every[min(count, len(every)) - 1][1].ids) > _PART_TOKENS:
+            count -= 1
+        yield every[:count]
+        every = every[count:]
 
 
 def _predict(
@@ -108,8 +132,12 @@ def pass_rate(scores: Sequence[Score]) -> float:
     return sum(score.passed for score in scores) / max(1, len(scores))
 
 
-def turn_rates(scores: Sequence[Score]) -> list[float]:
-    """Share of reproduced first turns, second turns, ..., over the conversations that have them."""
+def turn_columns(scores: Sequence[Score]) -> list[list[bool]]:
+    """Whether the first turns, second turns, ... are reproduced, of the conversations that have them."""
     longest = max((len(score.turns) for score in scores), default=0)
-    columns = [[score.turns[at] for score in scores if len(score.turns) > at] for at in range(longest)]
-    return [sum(column) / len(column) for column in columns]
+    return [[score.turns[at] for score in scores if len(score.turns) > at] for at in range(longest)]
+
+
+def turn_rates(scores: Sequence[Score]) -> list[float]:
+    """Share of reproduced first turns, second turns, ..."""
+    return [sum(column) / len(column) for column in turn_columns(scores)]

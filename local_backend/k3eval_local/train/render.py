@@ -92,6 +92,11 @@ class Example:
         """How many tokens the model learns to write."""
         return sum(turn.end - turn.start for turn in self.turns if turn.trained)
 
+    def first(self, turns: int) -> "Example":
+        """The conversation up to its ``turns``-th assistant message."""
+        kept = self.turns[:turns]
+        return replace(self, ids=self.ids[: kept[-1].end], turns=kept)
+
 
 def read_examples(lines: Iterable[str], tokenizer: Tokenizer) -> Iterator[Example]:
     """The examples of a JSONL text.

@@ -20,6 +20,7 @@ from k3eval_harness.agent.observations import (
 )
 from k3eval_harness.agent.tools import TOOLS
 from k3eval_harness.errors import UsageError
+from k3eval_harness.task.mini.functions import KINDS
 from k3eval_harness.task.mini.noise import NoiseShape
 from k3eval_harness.task.mini.opening import opening_messages
 from k3eval_harness.task.mini.project import Edit, MiniProject, Shape, make_project
@@ -40,25 +41,47 @@ class EpisodeShape:
     other_opening: float = 0.0
 
 
-TRAINING = EpisodeShape(
-    Shape(invented=0.2, noise=NoiseShape(share=0.3, lines=(1, 40))), second_try=0.12, other_opening=0.2
-)
-"""What the bundled model is trained on."""
+@dataclass(frozen=True)
+class Mixture:
+    """Several distributions; each conversation is of one of them, chosen by ``parts``' shares (sum 1)."""
 
-SHAPES: Final[Mapping[str, EpisodeShape]] = {
+    parts: tuple[tuple[float, EpisodeShape], ...]
+
+    def part(self, rng: random.Random) -> EpisodeShape:
+        """The distribution of the next conversation."""
+        return rng.choices([shape for _, shape in self.parts], [share for share, _ in self.parts])[0]
+
+
+_LEARNT = (*KINDS, "swap", "constant", "function")
+"""Kinds that take longest to learn come twice."""
+_SOME_NOISE = NoiseShape(share=0.3, lines=(1, 40))
+_LONG_NOISE = NoiseShape(share=1.0, lines=(40, 220), after=0.85)
+TRAINING = Mixture(
+    (
+        (0.53, EpisodeShape(Shape(invented=0.15, kinds=_LEARNT, noise=_SOME_NOISE), 0.12, 0.2)),
+        (0.42, EpisodeShape(Shape(invented=1.0, kinds=_LEARNT, noise=_SOME_NOISE), 0.12, 0.2)),
+        (0.05, EpisodeShape(Shape(invented=0.5, kinds=_LEARNT, noise=_LONG_NOISE))),
+    )
+)
+"""What the bundled model is trained on: mostly known names, new names only, and long unrelated output."""
+
+SHAPES: Final[Mapping[str, EpisodeShape | Mixture]] = {
     "training": TRAINING,
     "plain": EpisodeShape(Shape()),
     "invented": EpisodeShape(Shape(invented=1.0)),
     "rare": EpisodeShape(Shape(rare=True)),
-    "large": EpisodeShape(Shape(modules=(6, 10), functions=(4, 6))),
+    "listing-2x": EpisodeShape(Shape(modules=(4, 7), functions=(3, 5))),
+    "listing-4x": EpisodeShape(Shape(modules=(6, 10), functions=(4, 6))),
     "noise-500": EpisodeShape(Shape(noise=NoiseShape(1.0, (40, 45), after=0.0))),
     "noise-500-after": EpisodeShape(Shape(noise=NoiseShape(1.0, (40, 45), after=1.0))),
     "recall-1k": EpisodeShape(Shape(noise=NoiseShape(1.0, (85, 85), after=1.0))),
     "recall-4k": EpisodeShape(Shape(noise=NoiseShape(1.0, (340, 340), after=1.0))),
     "recall-16k": EpisodeShape(Shape(noise=NoiseShape(1.0, (1360, 1360), after=1.0))),
+    "recall-64k": EpisodeShape(Shape(noise=NoiseShape(1.0, (5440, 5440), after=1.0))),
 }
-"""Named distributions to measure on. ``plain`` is what ``generate`` writes. ``noise-500`` puts about 500
-tokens of unrelated output before the failing test's name, ``recall-N`` about N between it and its use.
+"""Named distributions to measure on. ``plain`` is what ``generate`` writes. ``listing-N`` lists N times as
+many tests, ``noise-500`` puts about 500 tokens of unrelated output before the failing test's name,
+``recall-N`` about N between it and its use.
 """
 
 
@@ -165,17 +188,17 @@ def _bash(command: str, printed: Printed) -> tuple[str, dict[str, object], str]:
 
 
 def episodes(
-    seed: int, count: int, shape: EpisodeShape = TRAINING, *, start: int = 0
+    seed: int, count: int, shape: EpisodeShape | Mixture = TRAINING, *, start: int = 0
 ) -> Iterator[dict[str, object]]:
     """Conversations ``start`` .. ``start + count - 1`` of the series ``seed``."""
     for index in range(start, start + count):
-        project = make_project(seed, index, shape.project)
         rng = random.Random(f"repo-fix-mini/episode/{seed}/{index}")  # noqa: S311  # reproducible, not secret
-        yield episode(project, rng, shape)
+        own = shape.part(rng) if isinstance(shape, Mixture) else shape
+        yield episode(make_project(seed, index, own.project), rng, own)
 
 
 def write_episodes(
-    count: int, seed: int, out: TextIO, *, start: int = 0, shape: EpisodeShape = TRAINING
+    count: int, seed: int, out: TextIO, *, start: int = 0, shape: EpisodeShape | Mixture = TRAINING
 ) -> int:
     """Write conversations as JSON lines; returns how many.
 
