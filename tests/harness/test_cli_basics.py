@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from k3eval_harness.cli import COMMAND_MODULES, app
+from k3eval_harness.cli.app import COMMAND_MODULES, app
 
 HEAVY = ("torch", "docker", "pandas", "openai", "numpy", "scipy", "httpx", "rich", "k3eval_local")
 CHECKOUT = Path(__file__).parents[2]
@@ -82,6 +83,20 @@ def test_every_command_is_there_and_has_json() -> None:
         ("tasks validate --repeat 0", "--repeat must be 1 or more"),
         ("report --format xml .", "--format must be one of md, json"),
         ("report no-such-folder", "no-such-folder"),
+        ("--nonsense", "no such option: --nonsense (see `k3eval --help`)"),
+        ("nonsense", "no such command 'nonsense' (see `k3eval --help`)"),
+        ("run", "missing option '--task'"),
+        ("run --task", "'--task' requires an argument"),
+        ("run --nonsense", "no such option: --nonsense"),
+        ("run --task x --n many", "invalid value for '--n'"),
+        ("tasks lst", "Did you mean 'list'?"),
+        ("tasks generate", "missing option '--out'"),
+        ("bench decode --repeats x", "(see `k3eval bench decode --help`)"),
+        ("report", "missing argument"),
+        ("usage a b", "unexpected extra argument"),
+        ("model convert x --to z --out y", "'z' is not one of 'fp32'"),
+        ("model init --config a --out x --seed=-1", "greater than or equal to 0"),
+        ("serve --nonsense", "unrecognized arguments: --nonsense"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_exit_2(
@@ -97,12 +112,36 @@ def test_bad_input_is_one_clear_line_and_exit_2(
     assert lines[0].startswith("k3eval: ")
 
 
-@pytest.mark.parametrize("arguments", ["run", "run --task", "run --nonsense", "tasks lst", "nonsense"])
-def test_what_the_parser_refuses_is_exit_2_without_a_traceback(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ["", "tasks", "bench", "model"])
+def test_a_group_named_alone_shows_its_help(arguments: str) -> None:
     done = CliRunner().invoke(app, arguments.split())
-    assert done.exit_code == 2
-    assert "Error: " in done.stderr
-    assert "Traceback" not in done.output
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "Commands:" in done.stderr
+
+
+def test_version() -> None:
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"k3eval {metadata.version('k3eval')}\n")
+
+
+def test_ctrl_c_while_modules_load_is_exit_130_without_a_traceback() -> None:
+    code = (
+        f"import sys; sys.path[:0] = {PATHS!r}; sys.argv = ['k3eval', 'models']\n"
+        "import os, signal, time\n"
+        "class SlowTyper:\n"  # whatever is imported when the signal arrives
+        "    def find_spec(name, path=None, target=None):\n"
+        "        if name == 'typer':\n"
+        "            try:\n"
+        "                os.kill(os.getpid(), signal.SIGINT)\n                time.sleep(30)\n"
+        "            except BaseException as error:\n                raise ImportError(str(error))\n"
+        "sys.meta_path.insert(0, SlowTyper)\n"
+        "from k3eval_harness.cli import main\nmain()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    assert len(done.stderr.splitlines()) <= 1
 
 
 def test_a_malformed_task_is_named_with_file_and_key(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from k3eval import ModelRef
-from k3eval_harness.cli import app
+from k3eval_harness.cli.app import app
 from k3eval_harness.cli.bench import _references
 from k3eval_harness.decode.live import model_price, server_timing
 from k3eval_harness.decode.records import SweepResult

@@ -9,7 +9,7 @@ import pytest
 from surface_samples import summary, trial, turn
 from typer.testing import CliRunner
 
-from k3eval_harness.cli import app
+from k3eval_harness.cli.app import app
 from k3eval_harness.report.build import JobReport
 from k3eval_harness.results.schema import JobSummary, Outcome, TrialRecord
 

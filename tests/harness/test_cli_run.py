@@ -15,7 +15,7 @@ import typer
 from surface_samples import summary
 from typer.testing import CliRunner
 
-from k3eval_harness.cli import app
+from k3eval_harness.cli.app import app
 from k3eval_harness.cli.run import _exit
 from k3eval_harness.results.schema import JobSummary
 

@@ -17,7 +17,7 @@ import pytest
 from server_helpers import HTTP, until
 from typer.testing import CliRunner
 
-from k3eval_harness.cli import app
+from k3eval_harness.cli.app import app
 from k3eval_local.protocol.chaos import FAULTS, PROFILES
 from k3eval_local.server.__main__ import main
 

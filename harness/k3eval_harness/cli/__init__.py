@@ -1,66 +1,41 @@
-"""The command line, ``k3eval``. One module a command: parse, call, render.
+"""The command line, ``k3eval``. One module a command: parse, call, render; ``app`` puts them together.
 
-Command modules import only typer and the standard library at import time; everything heavy
-(torch, docker, pandas, openai) is imported inside the command that needs it.
+Only the standard library's small modules are imported here, so that ``main`` is in charge early.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
+import os
+import signal
 import sys
-import warnings
-from typing import TextIO
+from contextlib import suppress
 
-import typer
-
-COMMAND_MODULES = (
-    "run",
-    "tasks",
-    "bench",
-    "report",
-    "models",
-    "model",
-    "serve",
-    "usage",
-    "doctor",
-)
-"""Each is ``k3eval_harness.cli.NAME`` with a function ``register(app: typer.Typer) -> None``."""
-
-app = typer.Typer(
-    name="k3eval",
-    help="Measure Kimi K3 on your own repositories: pass rate, cost, decode speed at real context lengths.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain errors and help; rich alone costs 100 ms of start-up
-    add_completion=False,
-)
-
-
-def _register() -> None:
-    for name in COMMAND_MODULES:
-        importlib.import_module(f"k3eval_harness.cli.{name}").register(app)
-
-
-_register()
+_INTERRUPTED = 130  # Exit.INTERRUPTED; its module is too much to load here
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal in ASCII is no reason to crash
-    warnings.showwarning = _show_warning
-    app()
+    """Entry point of the console script. Ctrl-C at any time, also while modules load, ends with exit 130."""
+    watch = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a background job ignores it
+    if watch:
+        signal.signal(signal.SIGINT, _leave)
+    from k3eval_harness.cli.app import start
+
+    if watch:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        start()
+    except KeyboardInterrupt:  # outside of the commands' own handling
+        raise SystemExit(_INTERRUPTED) from None
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        if watch:
+            signal.signal(signal.SIGINT, _leave)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """A warning is a note to the user in one line, without the place in our sources."""
-    print(f"k3eval: note: {' '.join(str(message).split())}", file=sys.stderr)  # noqa: T201 - see above
+def _leave(number: int, frame: object) -> None:
+    """End at once: there is nothing yet, or nothing any more, to clean up.
+
+    An exception could be swallowed by what is being imported or taken down, or be shown as a traceback.
+    """
+    os._exit(_INTERRUPTED)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, one_line_errors, print_json
+from k3eval_harness.cli.common import Exit, fail, help_without_command, one_line_errors, print_json
 
 if TYPE_CHECKING:
     from k3eval import Meter, ModelRef
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 INTERRUPTED = "interrupted"
 
-commands = typer.Typer(help="Measure decode cost against context length.", no_args_is_help=True)
+commands = typer.Typer(
+    help="Measure decode cost against context length.",
+    callback=help_without_command,
+    invoke_without_command=True,
+)
+"""A group although it has one command yet."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the application."""
     app.add_typer(commands, name="bench")
-
-
-@commands.callback()
-def bench() -> None:
-    """Measure decode cost against context length."""
 
 
 @commands.command("decode")

@@ -30,6 +30,13 @@ def fail(message: str, code: Exit = Exit.USAGE) -> typer.Exit:
     return typer.Exit(int(code))
 
 
+def help_without_command(context: typer.Context) -> None:
+    """Callback of a group of commands: named alone it shows its help, on stderr, and exits as misuse does."""
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)  # noqa: T201 - the command line's own output
+        raise typer.Exit(int(Exit.USAGE))
+
+
 def print_json(data: object) -> None:
     """Print one JSON document on stdout."""
     ascii_only = "utf" not in (sys.stdout.encoding or "").lower()

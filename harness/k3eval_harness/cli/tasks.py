@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, one_line_errors, print_json
+from k3eval_harness.cli.common import Exit, fail, help_without_command, one_line_errors, print_json
 
 if TYPE_CHECKING:
     from k3eval_harness.job import ValidationResult
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 GENERATED = "repo-fix-mini"
 """The family whose tasks can be generated."""
 
-commands = typer.Typer(help="List, show, check, validate and generate tasks.", no_args_is_help=True)
+commands = typer.Typer(
+    help="List, show, check, validate and generate tasks.",
+    callback=help_without_command,
+    invoke_without_command=True,
+)
 
 Selectors = Annotated[list[str] | None, typer.Argument(help="Task names, families, paths or globs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
