@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from k3eval import Attempt, Cost, Ledger, Usage
-from k3eval_harness.cli import app
+from k3eval_harness.cli.app import app
 
 PLAN = Attempt(
     "c", 1, "2026-12-01T00:00:00.000+00:00", None, "reserved", "moonshot", "api.moonshot.ai", "kimi-k3"
@@ -25,7 +25,7 @@ PAID = replace(
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["usage", *map(str, arguments)], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["usage", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -41,11 +41,30 @@ def ledger(tmp_path: Path) -> Path:
     return path
 
 
-def test_table(ledger: Path) -> None:
+def test_what_is_shown_fits_a_narrow_terminal(ledger: Path) -> None:
     result = run(ledger)
     assert result.exit_code == 0, result.output
-    for text in ("api.moonshot.ai / kimi-k3", "0.00981 USD", "1,078", "5,120", "336"):
-        assert text in result.output
+    assert result.output.splitlines() == [
+        "api.moonshot.ai / kimi-k3",
+        "  count   calls 3, attempts 3, lost 1",
+        "  tokens  miss 1,078, read 5,120, write -, output 336",
+        "  cost    billed -, computed 0.00981 USD, ideal cache -",
+    ]
+
+
+def test_figures_of_a_large_job_fit_80_columns(tmp_path: Path) -> None:
+    large = replace(
+        PAID,
+        host="openrouter.ai",
+        model="moonshotai/kimi-k3",
+        usage=Usage(12_345_678, 987_654_321, 12_345_678, 1_234_567, None),
+        cost=Cost(
+            billed=Decimal("12345.678901"), computed=Decimal("12345.67"), ideal_cache=Decimal("1234.5")
+        ),
+    )
+    with Ledger(tmp_path / "ledger.sqlite") as made:
+        made.settle(made.reserve(PLAN, tokens=0, budget=None), large)
+    assert max(len(line) for line in run(tmp_path).output.splitlines()) <= 80
 
 
 def test_json_and_scope(ledger: Path) -> None:

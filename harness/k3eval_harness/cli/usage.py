@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,7 +50,7 @@ def usage(
             parts = [{"host": g.host, "model": g.model, **totals_to_json(g.totals)} for g in found]
             print_json({**total, "groups": parts})
         else:
-            _print_table(found)
+            _print_groups(found)
 
 
 def _export(attempts: tuple[Attempt, ...], path: Path, kind: Literal["jsonl", "csv"]) -> None:
@@ -61,42 +62,38 @@ def _export(attempts: tuple[Attempt, ...], path: Path, kind: Literal["jsonl", "c
         raise fail(f"cannot write {path}: {error.strerror}") from error
 
 
-def _print_table(found: tuple[Group, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _print_groups(found: tuple[Group, ...]) -> None:
+    from k3eval_harness.cli.render import say
 
+    say("\n".join(_block(group) for group in found) if found else "the ledger has no rows")
+
+
+def _block(group: Group) -> str:
+    """One host and model in four lines that fit a narrow terminal."""
+    total, used, cost = group.totals, group.totals.usage, group.totals.cost
+    tokens = {
+        "miss": used.miss,
+        "read": used.cache_read,
+        "write": used.cache_write,
+        "output": used.output,
+    }
+    costs = {"billed": cost.billed, "computed": cost.computed, "ideal cache": cost.ideal_cache}
+    counts = {"calls": total.calls, "attempts": total.attempts, "lost": total.unknown}
+    return "\n".join(
+        [
+            f"{group.host} / {group.model}",
+            "  count   " + _row({name: f"{count:,}" for name, count in counts.items()}),
+            "  tokens  " + _row({name: "-" if n is None else f"{n:,}" for name, n in tokens.items()}),
+            "  cost    " + _row({name: _amount(amount, cost.currency) for name, amount in costs.items()}),
+        ]
+    )
+
+
+def _row(values: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _amount(amount: Decimal | None, currency: str) -> str:
     from k3eval.meter.pricing import plain
 
-    table = Table(title="Usage by host and model")
-    table.add_column("host / model")
-    for name in (
-        "calls",
-        "attempts",
-        "lost",
-        "miss",
-        "read",
-        "write",
-        "output",
-        "billed",
-        "computed",
-        "ideal cache",
-    ):
-        table.add_column(name, justify="right")
-    for group in found:
-        total, used = group.totals, group.totals.usage
-        counts = (
-            total.calls,
-            total.attempts,
-            total.unknown,
-            used.miss,
-            used.cache_read,
-            used.cache_write,
-            used.output,
-        )
-        amounts = (total.cost.billed, total.cost.computed, total.cost.ideal_cache)
-        table.add_row(
-            f"{group.host} / {group.model}",
-            *("-" if count is None else f"{count:,}" for count in counts),
-            *("-" if amount is None else f"{plain(amount)} {total.cost.currency}" for amount in amounts),
-        )
-    Console().print(table if found else "the ledger has no rows")
+    return "-" if amount is None else f"{plain(amount)} {currency}"
