@@ -181,6 +181,21 @@ def test_comparison_with_several_attempts_has_no_mcnemar() -> None:
     assert "do not compare like with like: b" in comparison_markdown(found)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "reason"),
+    [
+        ("a", "one common task says nothing about others"),
+        ("abc", "all 3 common tasks show the same difference"),
+    ],
+)
+def test_a_comparison_without_an_interval_says_why(tasks: str, reason: str) -> None:
+    found = compare(
+        [trial(task, outcome=FAILED) for task in tasks], [trial(task) for task in tasks], ("old", "new")
+    )
+    assert found.interval is None
+    assert f"+100.0 points (no interval: {reason}" in comparison_markdown(found)
+
+
 def test_comparison_without_common_tasks() -> None:
     found = compare([trial("a")], [trial("a", outcome=VOID, cause="sandbox")], ("old", "new"))
     assert (found.common_tasks, found.difference, found.first_score) == (0, None, None)

@@ -21,6 +21,8 @@ class Comparison(Record):
     second_score: float | None
     difference: float | None
     interval: Interval | None
+    no_interval: str | None
+    """Why tasks were compared and there is no interval."""
     mcnemar_p: float | None
     """Exact, two-sided; null unless every common task has exactly one valid attempt in both jobs."""
     only_first: tuple[str, ...]
@@ -50,10 +52,23 @@ def compare(
         second_score=_mean([_mean(right[t]) for t in common]) if common else None,
         difference=paired.difference if paired else None,
         interval=paired.interval if paired else None,
+        no_interval=_no_interval(paired) if paired else None,
         mcnemar_p=stats.mcnemar_exact(len(only_first), len(only_second)) if single else None,
         only_first=only_first,
         only_second=only_second,
         changed_tasks=tuple(sorted({name for name, _ in digests[0] ^ digests[1] if name in common})),
+    )
+
+
+def _no_interval(paired: stats.PairedDifference) -> str | None:
+    if paired.interval:
+        return None
+    count = len(paired.tasks)
+    if count == 1:
+        return "no interval: one common task says nothing about others"
+    return (
+        f"no interval: all {count} common tasks show the same difference, so a bootstrap over them has no "
+        "spread; more tasks are needed"
     )
 
 
