@@ -34,7 +34,7 @@ class LocalServer:
     base_url: str
     model: str
     weights: str
-    """``random, seed 0`` or a checkpoint's digest."""
+    """``random, seed 0``, a checkpoint's digest, or both."""
 
 
 @contextmanager

@@ -31,6 +31,8 @@ from k3eval_local.model.names import resolve as resolve
 
 PREFIX = "language_model."
 INDEX = "model.safetensors.index.json"
+_ORIGIN = "k3eval.weights"
+"""Key in the shards' free metadata, which other loaders ignore and other writers drop with the tensors."""
 _FP32 = re.compile(r"(A_log|dt_bias|e_score_correction_bias|_conv1d\.weight|o_norm\.weight)$")
 _FLOATS = frozenset({"BF16", "F16", "F32", "F64"})
 _STACKED = re.compile(r"(.*\.experts\.)(w[123])(?:_(packed|scale))?$")
@@ -46,6 +48,8 @@ class _Slice(Protocol):
 class _Tensors(Protocol):
     """The part of safetensors' reader that is used here; the package has no types for it."""
 
+    def metadata(self) -> dict[str, str] | None: ...
+
     def keys(self) -> list[str]: ...
 
     def get_tensor(self, name: str) -> Tensor: ...
@@ -54,10 +58,14 @@ class _Tensors(Protocol):
 
 
 def open_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[K3Model, str]:
-    """The model of a name, and where its weights come from: ``random, seed 0`` or ``sha256:...``."""
+    """The model of a name, and where its weights come from: ``random, seed 0`` or ``sha256:...``.
+
+    A checkpoint that was saved with an origin says both: ``random, seed 0 (sha256:...)``.
+    """
     found = resolve(name)
     if isinstance(found, Path):
-        return load(found, dtype), fingerprint(found)
+        model, digest, origin = load(found, dtype), fingerprint(found), origin_of(found)
+        return model, f"{origin} ({digest})" if origin else digest
     return K3Model(found, dtype).init_weights(seed), f"random, seed {seed}"
 
 
@@ -71,6 +79,19 @@ def fingerprint(folder: Path) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
+def origin_of(folder: Path) -> str | None:
+    """What ``save`` was told of where the weights come from; None where not every shard says the same.
+
+    Raises:
+        CheckpointError: the folder or a shard is damaged.
+    """
+    said = set()
+    for file in _shards(folder):
+        with _opened(file) as tensors:
+            said.add((tensors.metadata() or {}).get(_ORIGIN))
+    return said.pop() if len(said) == 1 else None
+
+
 def save(
     model: K3Model,
     folder: Path,
@@ -79,6 +100,7 @@ def save(
     mxfp4: bool = False,
     shard_bytes: int = 4_000_000_000,
     extra_files: Sequence[Path] = (),
+    origin: str | None = None,
 ) -> None:
     """Write a new checkpoint folder, complete or not at all.
 
@@ -89,6 +111,7 @@ def save(
         mxfp4: pack the routed experts.
         shard_bytes: a new shard is begun above this size.
         extra_files: copied into the folder (a tokenizer).
+        origin: where the weights come from, if their bytes cannot tell: ``random, seed 0``.
 
     Raises:
         CheckpointError: the folder is in use or cannot be written.
@@ -105,9 +128,10 @@ def save(
             shards[-1][name] = tensor
             size += tensor.nbytes
         weight_map: dict[str, str] = {}
+        metadata = {"format": "pt"} | ({_ORIGIN: origin} if origin else {})
         for number, shard in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            save_file(shard, partial / file, metadata={"format": "pt"})
+            save_file(shard, partial / file, metadata=metadata)
             weight_map |= dict.fromkeys(shard, file)
         total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from k3eval import K3, Message, ModelRef
+from k3eval_harness.cli.app import app
 from k3eval_harness.errors import Cancelled, UsageError
 from k3eval_harness.launcher import local_server
 
@@ -49,6 +51,15 @@ def test_it_answers_and_is_gone_afterwards_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         _ask_and_fail(before)
     assert _children() - before == set()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_folder_that_holds_random_weights_says_so(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    made = CliRunner().invoke(app, ["model", "init", "--config", "a", "--out", str(folder)])
+    assert made.exit_code == 0, made.output
+    with local_server(str(folder)) as server:
+        assert server.weights.startswith("random, seed 0 (sha256:")
 
 
 @pytest.mark.slow

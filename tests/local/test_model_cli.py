@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from k3eval_harness.cli import app
-from k3eval_local.checkpoint import load
+from k3eval_harness.cli.app import app
+from k3eval_local.checkpoint import fingerprint, load, open_model, save
 from k3eval_local.model.decoder import K3Model
 
 RUN = CliRunner()
@@ -49,6 +49,16 @@ def test_init_is_the_seeds_model(tmp_path: Path) -> None:
     model = load(tmp_path / "m")
     expected = K3Model(model.config).init_weights(5)
     assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+
+
+def test_a_checkpoint_of_random_weights_says_so_also_when_converted(tmp_path: Path) -> None:
+    folder = made(tmp_path / "m")
+    assert k3eval("convert", folder, "--to", "fp32", "--out", tmp_path / "fp32").exit_code == 0
+    for where in (folder, tmp_path / "fp32"):
+        model, weights = open_model(str(where))
+        assert weights == f"random, seed 5 ({fingerprint(where)})"
+    save(model, tmp_path / "trained")
+    assert open_model(str(tmp_path / "trained"))[1] == fingerprint(tmp_path / "trained")
 
 
 def test_info_of_a_folder_and_of_the_full_model(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, print_json
+from k3eval_harness.cli.common import Exit, fail, help_without_command, print_json
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,11 @@ class Target(StrEnum):
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
-    group = typer.Typer(no_args_is_help=True, help="Make, describe, run and convert K3 checkpoints.")
+    group = typer.Typer(
+        help="Make, describe, run and convert K3 checkpoints.",
+        callback=help_without_command,
+        invoke_without_command=True,
+    )
     for command in (init, info, logits, convert):
         group.command()(command)
     app.add_typer(group, name="model")
@@ -79,12 +83,9 @@ def init(
         sizes = config_of(config)
         _check_size(count_parameters(sizes).total)
         model = K3Model(replace(sizes, mxfp4=False)).init_weights(seed)
-        save(model, out, dtype=_torch_dtype(dtype), mxfp4=sizes.mxfp4)
-        _say(
-            as_json,
-            {"path": str(out), "weights": f"random, seed {seed}"},
-            f"wrote {out}: random, seed {seed}",
-        )
+        origin = f"random, seed {seed}"
+        save(model, out, dtype=_torch_dtype(dtype), mxfp4=sizes.mxfp4, origin=origin)
+        _say(as_json, {"path": str(out), "weights": origin}, f"wrote {out}: {origin}")
 
 
 def info(

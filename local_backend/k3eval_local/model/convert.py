@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3eval_local.checkpoint import load, save
+from k3eval_local.checkpoint import load, origin_of, save
 from k3eval_local.errors import CheckpointError
 from k3eval_local.model.config import K3Config
 from k3eval_local.tokenizer import RANK_FILE, Tokenizer, TokenizerError, control_name
@@ -30,7 +30,7 @@ def to_folder(source: Path, target: Path, form: str) -> None:
     model = load(source, unpack=form != "mxfp4")
     extra = [source / RANK_FILE] if (source / RANK_FILE).is_file() else []
     dtype = torch.float32 if form == "fp32" else torch.bfloat16
-    save(model, target, dtype=dtype, mxfp4=form == "mxfp4", extra_files=extra)
+    save(model, target, dtype=dtype, mxfp4=form == "mxfp4", extra_files=extra, origin=origin_of(source))
 
 
 def to_gguf(source: Path, target: Path, matrices: MatrixType = "fp32") -> None:

@@ -20,7 +20,7 @@ class ServerSettings:
     model: str
     """The local name, as it was asked for."""
     weights: str
-    """Where they come from: ``random, seed 0`` or a checkpoint's digest."""
+    """Where they come from: ``random, seed 0``, a checkpoint's digest, or both."""
     context_length: int
     served_names: tuple[str, ...]
     """Ids under which the model answers, case-insensitively."""
