@@ -69,6 +69,9 @@ class JobPlan:
     worst_case_cost: Decimal | None
     """The limit on money; zero when nothing costs money; None = no limit."""
     notes: tuple[str, ...]
+    """Good to know."""
+    warnings: tuple[str, ...]
+    """What a real run says too: no limit on money; a remark on tasks, once for all that it holds for."""
 
 
 def plan_job(config: JobConfig) -> JobPlan:
@@ -101,6 +104,7 @@ def plan_job(config: JobConfig) -> JobPlan:
         images=tuple(dict.fromkeys(image_repository(task) for task in config.tasks)),
         worst_case_cost=_worst_case(config, len(trials)),
         notes=tuple(_notes(config)),
+        warnings=tuple(_warnings(config)),
     )
 
 
@@ -127,9 +131,16 @@ def _notes(config: JobConfig) -> Iterator[str]:
     model = config.model
     if model is not None and model.provider == "local" and model.base_url is None:
         yield f"the local model {model.model} is served for the length of the run; it costs no money"
-    elif _worst_case(config, 1) is None:
+
+
+def _warnings(config: JobConfig) -> Iterator[str]:
+    if _worst_case(config, 1) is None:
         yield "no limit on money: set --max-cost"
+    tasks: dict[str, list[str]] = {}
     for task in config.tasks:
         for finding in lint_task(task):
             if finding.level != "info":
-                yield f"{task.name}: {finding.where}: {finding.message}"
+                tasks.setdefault(f"{finding.where}: {finding.message}", []).append(task.name)
+    for remark, names in tasks.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{names[0]}{more}: {remark}"

@@ -79,6 +79,11 @@ def test_every_command_is_there_and_has_json() -> None:
         ("run --task repo-fix --n 0", "--n must be 1 or more"),
         ("tasks show no-such-task", "no task named"),
         ("tasks show repo-fix", "give one"),
+        (
+            "tasks show mini-7-00003",
+            "`k3eval tasks generate --seed 7 --n 4 --out DIR` makes DIR/mini-7-00003",
+        ),
+        ("run --task k3eval/mini-8-00000", "`k3eval tasks generate --seed 8 --n 1 --out DIR`"),
         ("tasks check no-such-task", "no task named"),
         ("tasks validate --repeat 0", "--repeat must be 1 or more"),
         ("report --format xml .", "--format must be one of md, json"),

@@ -182,10 +182,9 @@ def test_episodes_are_json_lines_in_parts_or_at_once(tmp_path: Path) -> None:
         (("tasks", "episodes", "--start=-1", "--out", "OUT"), "must be 0 or more"),
         (("tasks", "episodes", "--n", "1", "--out", "OUT/deep/file"), "cannot write"),
         (("run", "--task", "repo-fix-mini", "--n", "2", "--model", "x", "--out", "OUT"), "unknown model 'x'"),
-        (
-            ("run", "--task", "repo-fix", "--n", "2", "--out", "OUT"),
-            "only the family repo-fix-mini is generated",
-        ),
+        (("run", "--task", "repo-fix", "--n", "2", "--out", "OUT"), "--n makes tasks of repo-fix-mini only"),
+        (("run", "--task", "tasks/*", "--n", "2", "--out", "OUT"), "drop it to run 'tasks/*'"),
+        (("run", "--task", "./tasks/repo-fix-mini", "--n", "2", "--out", "OUT"), "or name that family"),
     ],
 )
 def test_what_cannot_be_generated_is_one_line_and_leaves_nothing(

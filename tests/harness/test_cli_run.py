@@ -101,6 +101,28 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, monkeypatch: 
     assert not out.exists()
 
 
+@pytest.mark.filterwarnings(
+    # the docker package leaves a socket open when its constructor fails
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_a_remark_that_holds_for_several_tasks_is_said_once_by_plans_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
+    for name in ("one", "two", "three"):
+        toml = write_task(tmp_path / "family", name) / "task.toml"
+        toml.write_text(toml.read_text().replace("[environment]", "[environment]\nskills_dir = '/skills'"))
+    arguments = ("--task", tmp_path / "family", "--agent", "nop", "--out", tmp_path / "out")
+    expected = "note: one and 2 more: task.toml: environment.skills_dir: not used: agents get no skills here"
+    _, stdout, _ = run(*arguments, "--dry-run")
+    assert stdout.count("skills_dir") == 1
+    assert expected in stdout
+    _, _, stderr = run(*arguments)
+    first, second = stderr.splitlines()
+    assert first == f"k3eval: {expected}"
+    assert "no Docker engine answers" in second
+
+
 def test_a_password_in_a_models_url_is_not_shown(tmp_path: Path) -> None:
     arguments = (
         "--task",

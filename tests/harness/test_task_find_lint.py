@@ -89,6 +89,7 @@ def test_a_sound_task_has_no_errors_or_warnings(tmp_path: Path) -> None:
         ({"toml": "[agent]\nuser = 'root'\n"}, "warning", "task.toml: agent.user", "runs as root"),
         ({"toml": "[agent]\ntimeoutsec = 1\n"}, "warning", "task.toml: agent.timeoutsec", "unknown key"),
         ({"toml": "[environment]\nnetwork_mode = 'public'\n"}, "warning", "network_mode", "no network"),
+        ({"toml": "[environment]\nskills_dir = '/skills'\n"}, "warning", "skills_dir", "no skills here"),
         ({"toml": "[[steps]]\nname = 's'\n"}, "error", "task.toml: steps", "multi-step"),
         ({"toml": "[environment]\nos = 'windows'\n"}, "error", "environment.os", "Windows"),
         (
@@ -122,6 +123,14 @@ def test_each_remark(
     assert [item.level for item in matching] == [level]
     if level == "error" and words != "no stage named o":
         assert words in (unsupported(task) or "")
+
+
+def test_a_harborignore_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    folder = write_task(tmp_path, toml=TOML)
+    (folder / ".harborignore").write_text("*.log\n")
+    assert [item.level for item in lint_task(load_task(folder)) if item.where == ".harborignore"] == [
+        "warning"
+    ]
 
 
 def test_an_offline_install_in_tests_is_fine(tmp_path: Path) -> None:

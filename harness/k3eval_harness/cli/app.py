@@ -15,7 +15,7 @@ from typing import Annotated, Any, TextIO
 import typer
 from typer.core import TyperGroup
 
-from k3eval_harness.cli.common import Exit, fail, help_without_command
+from k3eval_harness.cli.common import Exit, fail, help_without_command, note
 
 COMMAND_MODULES = (
     "run",
@@ -106,4 +106,4 @@ def _show_warning(
     line: str | None = None,
 ) -> None:
     """A warning is a note to the user in one line, without the place in our sources."""
-    print(f"k3eval: note: {' '.join(str(message).split())}", file=sys.stderr)  # noqa: T201 - see above
+    note(str(message))

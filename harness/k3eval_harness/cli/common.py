@@ -30,6 +30,11 @@ def fail(message: str, code: Exit = Exit.USAGE) -> typer.Exit:
     return typer.Exit(int(code))
 
 
+def note(message: str) -> None:
+    """Print one line on stderr that asks for attention and stops nothing."""
+    print(f"k3eval: note: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201 - see above
+
+
 def help_without_command(context: typer.Context) -> None:
     """Callback of a group of commands: named alone it shows its help, on stderr, and exits as misuse does."""
     if context.invoked_subcommand is None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, one_line_errors, print_json
+from k3eval_harness.cli.common import Exit, fail, note, one_line_errors, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,6 +96,8 @@ def run(
         plan = plan_job(config)
         if dry_run:
             return _show_plan(plan, config, as_json=json)
+        for warning in plan.warnings:
+            note(warning)
         summary = _execute(config)
         _show_summary(summary, as_json=json)
         raise _exit(summary, threshold, min_coverage)
@@ -128,12 +130,16 @@ def _check_numbers(
 
 def _tasks(selectors: Sequence[str], n: int | None, seed: int, home: Path | None) -> tuple[Task, ...]:
     """The tasks of all selectors, each once; with ``n`` and ``home``, new ones of a generated family."""
-    from k3eval_harness.cli.tasks import check_generated, generated_folders
+    from k3eval_harness.cli.tasks import GENERATED, generated_folders
+    from k3eval_harness.errors import UsageError
     from k3eval_harness.task import find_tasks, load_task
 
     if n is not None and home is not None:
         for selector in selectors:
-            check_generated(selector)
+            if selector != GENERATED:
+                raise UsageError(
+                    f"--n makes tasks of {GENERATED} only: drop it to run {selector!r}, or name that family"
+                )
         return tuple(load_task(folder) for folder in generated_folders(n, seed, home))
     found = {task.path: task for selector in selectors for task in find_tasks(selector)}
     return tuple(found.values())
@@ -271,7 +277,7 @@ def _show_plan(plan: JobPlan, config: JobConfig, *, as_json: bool) -> None:
                 ],
                 "images": list(plan.images),
                 "worst_case_cost": None if plan.worst_case_cost is None else str(plan.worst_case_cost),
-                "notes": list(plan.notes),
+                "notes": [*plan.notes, *plan.warnings],
             }
         )
     rows = [(t.task.name, str(t.attempt), str(t.seed), t.trial_id) for t in plan.trials]
@@ -282,7 +288,9 @@ def _show_plan(plan: JobPlan, config: JobConfig, *, as_json: bool) -> None:
         f"\n{len(plan.trials)} trials, agent {config.agent}, {model}, {len(plan.images)} images; "
         f"cost at worst: {worst}. Nothing was started."
     )
-    return say("".join(f"note: {note}\n" for note in plan.notes).rstrip()) if plan.notes else None
+    for text in (*plan.notes, *plan.warnings):
+        say(f"note: {text}")
+    return None
 
 
 def _model_name(config: JobConfig) -> str | None:

@@ -126,8 +126,10 @@ def generate(
     """Generate tasks: small repositories with one seeded bug each."""
     with one_line_errors():
         from k3eval_harness.cli.render import say
+        from k3eval_harness.errors import UsageError
 
-        check_generated(family)
+        if family != GENERATED:
+            raise UsageError(f"only the family {GENERATED} is generated, not {family!r}")
         folders = generated_folders(n, seed, out)
         if json:
             tasks = [str(folder) for folder in folders]
@@ -159,14 +161,6 @@ def episodes(
         if json:
             return print_json({"written": written, "seed": seed, "start": start, "out": str(out)})
         return say(f"{written} conversations of series {seed} are in {out}")
-
-
-def check_generated(family: str) -> None:
-    """Raise UsageError unless tasks of this family can be generated."""
-    from k3eval_harness.errors import UsageError
-
-    if family != GENERATED:
-        raise UsageError(f"only the family {GENERATED} is generated, not {family!r}")
 
 
 def generated_folders(n: int, seed: int, out: Path) -> tuple[Path, ...]:

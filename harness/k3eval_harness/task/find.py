@@ -89,6 +89,10 @@ def _matches(selector: str, name: str) -> bool:
 
 
 def _not_found(selector: str, folders: dict[Path, tuple[str, ...]]) -> str:
+    from k3eval_harness.task.mini.folder import how_to_make
+
+    if generated := how_to_make(selector):
+        return f"no task named {selector!r} here, but it can be generated: {generated}"
     names = sorted({name for group in folders.values() for name in group})
     if not names:
         return f"no task named {selector!r}, and no tasks folder here; give a path or run in the checkout"

@@ -72,6 +72,8 @@ def _environment(task: Task) -> Iterator[Finding]:
             "task.toml: environment.network_mode",
             "sandboxes have no network; a task that needs one cannot be solved here",
         )
+    if environment.skills_dir is not None:
+        yield Finding("warning", "task.toml: environment.skills_dir", "not used: agents get no skills here")
     if environment.docker_image and ("@sha256:" not in environment.docker_image):
         yield Finding("warning", "task.toml: environment.docker_image", "not pinned by digest")
     if not task.dockerfile.is_file():
@@ -88,6 +90,8 @@ def _environment(task: Task) -> Iterator[Finding]:
 
 
 def _tests(task: Task) -> Iterator[Finding]:
+    if (task.path / ".harborignore").exists():
+        yield Finding("warning", ".harborignore", "not used: all of tests/ and solution/ is uploaded")
     for path in sorted(task.tests_dir.rglob("*.sh")) if task.tests_dir.is_dir() else ():
         for number, line in enumerate(
             path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1

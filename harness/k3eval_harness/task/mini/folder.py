@@ -4,6 +4,7 @@ The project's files lie in ``repo/`` and are laid into /app when a sandbox start
 holds nothing of the task and is built once. A reader without that key can copy ``repo/`` to /app itself.
 """
 
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -124,6 +125,15 @@ provenance = "generated: series {seed}, project {index}"
 def task_name(project: MiniProject) -> str:
     """``mini-SEED-INDEX``."""
     return f"mini-{project.seed}-{project.index:05d}"
+
+
+def how_to_make(name: str) -> str | None:
+    """The command that makes the task called ``mini-SEED-INDEX``, with or without ``k3eval/``; else None."""
+    match = re.fullmatch(r"(?:k3eval/|repo-fix-mini/)?(mini-(0|[1-9]\d{0,17})-(\d{5,9}))", name)
+    if match is None:
+        return None
+    command = f"k3eval tasks generate --seed {int(match[2])} --n {int(match[3]) + 1} --out DIR"
+    return f"`{command}` makes DIR/{match[1]}"
 
 
 def task_files(project: MiniProject) -> dict[str, str]:
