@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from k3eval_harness.task.mini import (
     write_episodes,
 )
 from k3eval_harness.task.mini.check import prove
-from k3eval_harness.task.mini.project import differs, run
+from k3eval_harness.task.mini.project import _draw_function, differs, run
 from k3eval_harness.task.mini.words import known_words, rare_words
 
 SERIES = 31
@@ -35,6 +37,15 @@ def test_equal_seeds_give_equal_projects_and_no_two_are_alike(projects: list[Min
     assert [make_project(SERIES, at).files() for at in (0, 7)] == [projects[at].files() for at in (0, 7)]
     assert len({tuple(project.files().items()) for project in projects}) == len(projects)
     assert make_project(SERIES + 1, 0).files() != projects[0].files()
+
+
+def test_a_parameter_may_bear_the_name_of_a_local_variable() -> None:
+    names = ("total", "item", "count", "value", "number", "entry", "found", "step")
+    for seed in range(80):
+        words = itertools.cycle(names)
+        function, visible, hidden = _draw_function(random.Random(seed), words, None)
+        assert run(function.source(), function.name, visible.arguments) == visible.expected
+        assert hidden
 
 
 def test_every_kind_of_bug_occurs(projects: list[MiniProject]) -> None:

@@ -258,6 +258,8 @@ def _draw_function(
             for arguments in pool
             if not isinstance(result := results[repr(arguments)], Exception)
         ]
+        if not cases:  # a parameter bears the name of a variable of the body
+            continue
         exposing = {
             slip: [
                 case
