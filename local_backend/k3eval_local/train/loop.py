@@ -44,7 +44,7 @@ class Schedule:
     rates: Rates = field(default_factory=Rates)
     warm_up: int = 20
     drills: int = 40
-    excerpts: float = 0.7
+    excerpts: float = 0.8
     clip: float = 1.0
     evaluate_every: int = 250
     save_every: int = 100

@@ -42,7 +42,7 @@ class Preset:
 
 
 PRESETS = {
-    "nano": Preset(192, 48, 96, 96, 512, Schedule(steps=3000, hold=1300), held_out=96),
+    "nano": Preset(192, 48, 96, 96, 512, Schedule(steps=2500, hold=1100), held_out=96),
     "micro": Preset(
         96, 32, 64, 32, 192, replace(Schedule(steps=150, hold=100), tokens=2400, drills=150), held_out=16
     ),
