@@ -41,7 +41,7 @@ def test_equal_seeds_give_equal_projects_and_no_two_are_alike(projects: list[Min
 
 def test_a_parameter_may_bear_the_name_of_a_local_variable() -> None:
     names = ("total", "item", "count", "value", "number", "entry", "found", "step")
-    for seed in range(80):
+    for seed in range(300):
         words = itertools.cycle(names)
         function, visible, hidden = _draw_function(random.Random(seed), words, None)
         assert run(function.source(), function.name, visible.arguments) == visible.expected
