@@ -53,7 +53,49 @@ def test_async_iteration_from_another_thread():
         assert both == [list(range(20))] * 2
         assert await generation.aresult() is RESULT
         thread.join()
-        assert not generation._wakers
+        assert not generation._waiters
+
+    asyncio.run(main())
+
+
+def test_a_consumer_that_fell_behind_gets_what_is_there_in_one_batch():
+    async def main() -> list[list[int]]:
+        generation, _ = made()
+        for token in range(3):
+            generation.publish(event(token))
+        seen = []
+        async for batch in generation.batches():
+            seen.append([e.id for e in batch])
+            if len(seen) < 3:
+                generation.publish(event(10 + len(seen)))
+            else:
+                generation.finish(RESULT)
+        return seen
+
+    assert asyncio.run(main()) == [[0, 1, 2], [11], [12]]
+
+
+def test_one_call_into_the_loop_wakes_every_stream_that_is_due(monkeypatch: pytest.MonkeyPatch):
+    async def consume(generation: Generation) -> list[int]:
+        return [e.id async for e in generation]
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        generations = [made()[0] for _ in range(20)]
+        tasks = [asyncio.create_task(consume(generation)) for generation in generations]
+        await asyncio.sleep(0)
+        calls: list[object] = []
+        call = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *a: (calls.append(a), call(*a)))
+        for token in range(3):
+            for generation in generations:
+                generation.publish(event(token))
+        assert len(calls) == 1
+        await asyncio.sleep(0.01)
+        for generation in generations:
+            generation.finish(RESULT)
+        assert len(calls) == 2
+        assert await asyncio.gather(*tasks) == [[0, 1, 2]] * 20
 
     asyncio.run(main())
 

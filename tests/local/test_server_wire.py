@@ -129,6 +129,9 @@ def test_curl_sees_unbroken_events_as_they_are_made(plain: tuple[Served, Scripte
     assert b"transfer-encoding: chunked" in headers.lower()
     assert rest.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert b"\ndata: {" in rest
+    events = rest.count(b"data: {")
+    assert events > len("why notso it is")  # one a token and more, although what was there went out at once
+    assert rest.count(b"}\n\n\r\n") < 5
 
 
 @pytest.mark.parametrize(

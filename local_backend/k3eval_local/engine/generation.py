@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from typing import ClassVar
+from weakref import WeakKeyDictionary, ref
 
 from k3eval_local.engine.request import GenerationRequest, GenerationResult, TokenEvent
 
@@ -28,7 +32,7 @@ class Generation:
         self._events: list[TokenEvent] = []
         self._result: GenerationResult | None = None
         self._cancelled = False
-        self._wakers: set[_Waker] = set()
+        self._waiters: set[_Waiter] = set()
 
     def __iter__(self) -> Iterator[TokenEvent]:
         seen = 0
@@ -42,27 +46,32 @@ class Generation:
             seen += len(fresh)
             yield from fresh
 
-    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        waker = _Waker(asyncio.get_running_loop())
+    async def batches(self) -> AsyncGenerator[Sequence[TokenEvent]]:
+        """Tokens as they come, several at a time only where the consumer has fallen behind."""
+        waiter = _Waiter(_LoopWaker.running())
         with self._changed:
-            self._wakers.add(waker)
+            self._waiters.add(waiter)
         try:
             seen = 0
             while True:
-                waker.rearm()
-                with self._changed:
-                    fresh = self._events[seen:]
-                    ended = self._result is not None
-                seen += len(fresh)
-                for event in fresh:
-                    yield event
-                if ended and not fresh:
+                waiter.rearm()
+                ended = self._result is not None  # read first: no token follows the end
+                fresh = self._events[seen:]
+                if fresh:
+                    seen += len(fresh)
+                    yield fresh
+                if ended:
                     return
-                if not ended:
-                    await waker.event.wait()
+                await waiter.wait()
         finally:
             with self._changed:
-                self._wakers.discard(waker)
+                self._waiters.discard(waiter)
+
+    async def __aiter__(self) -> AsyncGenerator[TokenEvent]:
+        async with aclosing(self.batches()) as batches:
+            async for batch in batches:
+                for event in batch:
+                    yield event
 
     def result(self, timeout: float | None = None) -> GenerationResult:
         """Waits for the end. Raises TimeoutError after `timeout` seconds; a failed request does not raise."""
@@ -73,7 +82,7 @@ class Generation:
 
     async def aresult(self) -> GenerationResult:
         """`result` for an event loop."""
-        async for _ in self:
+        async for _ in self.batches():
             pass
         return self.result(timeout=0)
 
@@ -108,31 +117,86 @@ class Generation:
 
     def _wake(self) -> None:
         self._changed.notify_all()
-        for waker in list(self._wakers):
-            if not waker.wake():
-                self._wakers.discard(waker)
+        for waiter in list(self._waiters):
+            if not waiter.wake():
+                self._waiters.discard(waiter)
 
 
-class _Waker:
-    """Wakes one async iterator from another thread, at most once until the iterator has looked."""
+class _LoopWaker:
+    """Wakes the iterators of one event loop from other threads, with one call into it for all that are due.
+
+    A call into a loop writes to a socket, which lets go of the interpreter's lock: one a token would cost the
+    engine more than the token.
+    """
+
+    _of: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopWaker]] = WeakKeyDictionary()
+    _lock: ClassVar = threading.Lock()
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.event = asyncio.Event()
-        self._loop = loop
+        self._loop = ref(loop)
+        self._due: deque[_Waiter] = deque()
         self._called = False
 
-    def rearm(self) -> None:
-        """Consumer only, before it looks: what is published from here on wakes it again."""
-        self.event.clear()
-        self._called = False
+    @classmethod
+    def running(cls) -> _LoopWaker:
+        """The one of the running loop."""
+        loop = asyncio.get_running_loop()
+        with cls._lock:
+            return cls._of.setdefault(loop, cls(loop))
 
-    def wake(self) -> bool:
-        """False when the consumer's loop is gone."""
+    def wake(self, waiter: _Waiter) -> bool:
+        """False when the loop is gone."""
+        self._due.append(waiter)
         if self._called:
             return True
         self._called = True
+        loop = self._loop()
         try:
-            self._loop.call_soon_threadsafe(self.event.set)
+            if loop is None:
+                return False
+            loop.call_soon_threadsafe(self._fire)
         except RuntimeError:
             return False
         return True
+
+    def _fire(self) -> None:
+        self._called = False  # before looking: what is due from here on calls again
+        while self._due:
+            self._due.popleft().fire()
+
+
+class _Waiter:
+    """What one async iterator waits on; due at most once until the iterator has looked."""
+
+    def __init__(self, waker: _LoopWaker) -> None:
+        self._waker = waker
+        self._due = False
+        self._fired = False
+        self._future: asyncio.Future[None] | None = None
+
+    def rearm(self) -> None:
+        """Consumer only, before it looks: what is published from here on wakes it again."""
+        self._due = self._fired = False
+
+    async def wait(self) -> None:
+        """Consumer only: until something was published since the last rearm, or earlier."""
+        if self._fired:
+            return
+        self._future = asyncio.get_running_loop().create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
+
+    def wake(self) -> bool:
+        """Any thread. False when the consumer's loop is gone."""
+        if self._due:
+            return True
+        self._due = True
+        return self._waker.wake(self)
+
+    def fire(self) -> None:
+        """On the loop."""
+        self._fired = True
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)

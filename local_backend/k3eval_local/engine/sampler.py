@@ -52,10 +52,11 @@ def choose(logits: Logits, choices: Sequence[Choice]) -> list[Chosen | None]:
     finite = np.isfinite(logits.max(axis=1)).tolist()
     masked = logits
     if any(choice.mask is not None for choice in choices):
-        masked = logits.copy()
+        allowed = np.ones(logits.shape, dtype=np.bool_)
         for row, choice in enumerate(choices):
             if choice.mask is not None:
-                masked[row, ~choice.mask] = -np.inf
+                allowed[row] = choice.mask
+        masked = np.where(allowed, logits, np.float32("-inf"))
     ids = masked.argmax(axis=1).tolist()
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature > 0 and finite[row]]
     if drawn:

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from itertools import count
 
 from starlette.applications import Starlette
@@ -122,26 +123,30 @@ class ChatServer:
             silence_s=self.settings.silence_s,
         )
 
-    async def _frames(self, head: ReplyHead, job: Job, drawn: Drawn | None) -> AsyncGenerator[JsonObject]:
+    async def _frames(
+        self, head: ReplyHead, job: Job, drawn: Drawn | None
+    ) -> AsyncGenerator[list[JsonObject]]:
         frames = self.dialect.frames(head)
-        for frame in frames.begin():
-            yield frame
+        yield frames.begin()
         made = 0
         try:
-            async for item in job.items():
-                for frame in self._shaped(frames, job, item):
-                    made += 1
-                    if _dropped_here(drawn, made, item):
-                        raise ProtocolError(
-                            ErrorKind.BAD_GATEWAY, "injected fault: the upstream dropped the stream"
-                        )
-                    yield frame
+            async with aclosing(job.items()) as batches:
+                async for items in batches:
+                    shaped: list[JsonObject] = []
+                    for item in items:
+                        fresh = self._shaped(frames, job, item)
+                        if _dropped_here(drawn, made, len(fresh), item):
+                            yield shaped
+                            raise ProtocolError(
+                                ErrorKind.BAD_GATEWAY, "injected fault: the upstream dropped the stream"
+                            )
+                        made += len(fresh)
+                        shaped += fresh
+                    yield shaped
         except ProtocolError as error:
-            for frame in self.dialect.error_frames(head, error):
-                yield frame
+            yield self.dialect.error_frames(head, error)
             return
-        for frame in frames.end(self._tail(head, job)):
-            yield frame
+        yield frames.end(self._tail(head, job))
 
     def _shaped(self, frames: Frames, job: Job, item: Item) -> list[JsonObject]:
         if isinstance(item, ChoiceEnd):
@@ -431,10 +436,11 @@ class _Counted:
         await self._app(scope, receive, counting_send)
 
 
-def _dropped_here(drawn: Drawn | None, made: int, item: Item) -> bool:
-    if drawn is None or drawn.name != "error_in_200":
+def _dropped_here(drawn: Drawn | None, made: int, fresh: int, item: Item) -> bool:
+    """Whether the fault strikes among the ``fresh`` frames of ``item``, after ``made`` earlier ones."""
+    if drawn is None or drawn.name != "error_in_200" or not fresh:
         return False
-    return made == drawn.position or isinstance(item, ChoiceEnd)
+    return made < drawn.position <= made + fresh or isinstance(item, ChoiceEnd)
 
 
 def _wrapped(data: JsonObject) -> JsonObject:

@@ -7,7 +7,8 @@ them: ``completion`` includes the structure tokens, ``reasoning`` those of the t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -214,38 +215,51 @@ class ChoiceRun:
         self._content: list[str] = []
         self._logprobs: list[TokenLogprob] | None = [] if request.logprobs is not None else None
         self._index = index
-        self._tokens = 0
+        self._count = 0
         self.result: GenerationResult | None = None
 
     def cancel(self) -> None:
         """Stop generating."""
         self._generation.cancel()
 
-    async def items(self) -> AsyncIterator[Item]:
-        """Pieces as they are generated, then the end.
+    async def items(self) -> AsyncGenerator[list[Item]]:
+        """Pieces as they are generated, those that came together in one list; then the end.
 
         Raises:
             ProtocolError: the engine failed, or was closed, in the middle.
         """
-        async for token in self._generation:
-            self._tokens += 1
-            for piece in self._token(token):
-                yield piece
-            if self._stops.hit is not None:
-                self.cancel()
-                break
+        async with aclosing(self._generation.batches()) as batches:
+            async for tokens in batches:
+                items = self._pieces(tokens)
+                if items:
+                    yield items
+                if self._stops.hit is not None:
+                    self.cancel()
+                    break
         if not self._generation.done:
             await self._generation.aresult()
         self.result = result = self._generation.result(timeout=0)
+        last: list[Item] = []
         if self._stops.hit is None:
-            for piece in self._rest():
-                yield piece
+            last.extend(self._rest())
             if result.finish in ("error", "cancelled"):
+                if last:
+                    yield last
                 raise ProtocolError(
                     ErrorKind.SERVER,
                     f"the generation was {_ENDED[result.finish]}: {result.error or 'stopped'}",
                 )
-        yield ChoiceEnd(self._choice(result), self._counts(result))
+        yield [*last, ChoiceEnd(self._choice(result), self._counts(result))]
+
+    def _pieces(self, tokens: Sequence[TokenEvent]) -> list[Item]:
+        """Pieces of new tokens, up to one that completes a stop text."""
+        items: list[Item] = []
+        for token in tokens:
+            self._count += 1
+            items.extend(self._token(token))
+            if self._stops.hit is not None:
+                break
+        return items
 
     def _token(self, token: TokenEvent) -> list[Piece]:
         if self._logprobs is not None and self._parser.in_answer and not self._tokenizer.is_control(token.id):
@@ -270,7 +284,7 @@ class ChoiceRun:
                 self._arguments[index].append(text)
             case CallEnd():
                 pass
-        return [*flushed, Piece(self._index, event, None, self._tokens)]
+        return [*flushed, Piece(self._index, event, None, self._count)]
 
     def _text(self, text: str) -> list[Piece]:
         if not text:
@@ -281,7 +295,7 @@ class ChoiceRun:
             logprobs = tuple(self._pending)
             self._logprobs.extend(logprobs)
             self._pending.clear()
-        return [Piece(self._index, Text(text), logprobs, self._tokens)]
+        return [Piece(self._index, Text(text), logprobs, self._count)]
 
     def _logprob(self, token: TokenEvent) -> TokenLogprob:
         name = self._tokenizer.token_bytes
@@ -313,10 +327,10 @@ class ChoiceRun:
         cached = min(result.cached_tokens, prompt)
         return Counts(
             prompt=prompt,
-            completion=self._tokens,
+            completion=self._count,
             cached=cached,
             written=min(result.written_tokens, prompt - cached),
-            reasoning=min(self._parser.reasoning_tokens, self._tokens),
+            reasoning=min(self._parser.reasoning_tokens, self._count),
         )
 
 
@@ -336,14 +350,15 @@ class Job:
         for run in self._runs:
             run.cancel()
 
-    async def items(self) -> AsyncIterator[Item]:
-        """Items of all choices, in the order in which they are made."""
+    async def items(self) -> AsyncGenerator[list[Item]]:
+        """Items of all choices, in the order in which they are made; those that came together in one list."""
         if len(self._runs) == 1:
-            async for item in self._runs[0].items():
-                self._note(item)
-                yield item
+            async with aclosing(self._runs[0].items()) as batches:
+                async for items in batches:
+                    self._note(items)
+                    yield items
             return
-        queue: asyncio.Queue[Item | ProtocolError | None] = asyncio.Queue()
+        queue: asyncio.Queue[list[Item] | ProtocolError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(_pump(run, queue)) for run in self._runs]
         try:
             for _ in tasks:
@@ -357,9 +372,9 @@ class Job:
             for task in tasks:
                 task.cancel()
 
-    def _note(self, item: Item) -> None:
-        if isinstance(item, ChoiceEnd):
-            self._ends.append(item)
+    def _note(self, items: Sequence[Item]) -> None:
+        if isinstance(items[-1], ChoiceEnd):
+            self._ends.append(items[-1])
 
     @property
     def choices(self) -> list[ReplyChoice]:
@@ -388,10 +403,10 @@ class Job:
         return Timings(result.queue_ns, result.prefill_ns, result.token_ns)
 
 
-async def _pump(run: ChoiceRun, queue: asyncio.Queue[Item | ProtocolError | None]) -> None:
+async def _pump(run: ChoiceRun, queue: asyncio.Queue[list[Item] | ProtocolError | None]) -> None:
     try:
-        async for item in run.items():
-            await queue.put(item)
+        async for items in run.items():
+            await queue.put(items)
     except ProtocolError as error:
         await queue.put(error)
     else:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from k3eval_local.kernels.native.pack import WeightType
 
 _PARENT_POLL_S = 0.5
+_SWITCH_S = 5e-4
+"""The engine's thread and the event loop share the interpreter: neither waits long for the other."""
 
 
 class LaunchError(Exception):
@@ -89,6 +91,7 @@ def launch(options: LaunchOptions) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
+    sys.setswitchinterval(_SWITCH_S)
     if options.parent_pid is not None:
         _follow(options.parent_pid)
     chaos = _chaos(options.chaos)
@@ -210,7 +213,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http="auto",  # httptools where it is installed, else h11
+                loop="asyncio",  # uvloop was no faster here
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from k3eval_local.engine.request import GenerationResult
@@ -47,33 +48,43 @@ class Metrics:
         self.disconnects = Counter("k3eval_disconnects", "Clients that went away", registry=self.registry)
         self.in_flight = Gauge("k3eval_chat_in_flight", "Chat requests in progress", registry=self.registry)
         self._tokens = Counter("k3eval_tokens", "Tokens by kind", ("kind",), registry=self.registry)
-        self._first = Histogram(
-            "k3eval_first_token_seconds",
-            "Acceptance to first token",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._gap = Histogram(
-            "k3eval_token_gap_seconds",
-            "Between two tokens of a stream",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self.registry.register(_EngineCollector(engine))
+        self._first = _Durations("k3eval_first_token_seconds", "Acceptance to first token")
+        self._gap = _Durations("k3eval_token_gap_seconds", "Between two tokens of a stream")
+        for collector in (self._first, self._gap, _EngineCollector(engine)):
+            self.registry.register(collector)
 
     def observe(self, counts: Counts, results: list[GenerationResult]) -> None:
         """Count a reply that has ended."""
         for kind in ("prompt", "completion", "cached", "written", "reasoning"):
             self._tokens.labels(kind).inc(getattr(counts, kind))
         for result in results:
-            if result.token_ns:
-                self._first.observe(result.token_ns[0] / 1e9)
-            for before, after in pairwise(result.token_ns):
-                self._gap.observe((after - before) / 1e9)
+            seconds = np.array(result.token_ns) / 1e9
+            self._first.observe(seconds[:1])
+            self._gap.observe(np.diff(seconds))
 
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+
+class _Durations(Collector):
+    """A histogram that takes many values at once: a stream has thousands when it ends."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+        self._counts = np.zeros(len(_SECONDS) + 1, dtype=np.int64)
+        self._sum = 0.0
+
+    def observe(self, seconds: npt.NDArray[np.float64]) -> None:
+        """Count every value."""
+        places = np.searchsorted(_SECONDS, seconds)  # a bucket holds its upper bound
+        self._counts += np.bincount(places, minlength=len(self._counts))
+        self._sum += float(seconds.sum())
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        bounds = (*map(str, _SECONDS), "+Inf")
+        buckets = list(zip(bounds, self._counts.cumsum().tolist(), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
 class _EngineCollector(Collector):

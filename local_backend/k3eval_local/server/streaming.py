@@ -1,4 +1,4 @@
-"""Server-sent events over ASGI: one event a send, keep-alive comments, faults, and who has gone away."""
+"""Server-sent events over ASGI: what is there goes out at once; keep-alive, faults, and who has gone away."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
-    """An ASGI response that sends ``frames`` as server-sent events.
+    """An ASGI response that sends ``frames`` as server-sent events, each list with one send.
 
     ``on_gone`` is called when the client closes the connection; the frames are then expected to end.
     ``on_end`` is called once, however the stream ends. A stream that a fault cuts is left without its last
@@ -25,7 +25,7 @@ class EventStream:
 
     def __init__(
         self,
-        frames: AsyncGenerator[JsonObject],
+        frames: AsyncGenerator[list[JsonObject]],
         *,
         headers: Mapping[str, str],
         on_gone: Callable[[], None],
@@ -81,33 +81,37 @@ class EventStream:
 
     async def _body(self, send: Send) -> bool:
         """Send the frames; False when the connection is to break without an end."""
-        name = self._drawn.name if self._drawn is not None else ""
-        strike = self._drawn.position if self._drawn is not None else 0
-        fault = FrameFault(self._drawn)
+        if self._drawn is not None:
+            return await self._faulty_body(send, self._drawn)
+        async for frames in self._frames:
+            if frames:
+                await self._send(send, b"".join([encode_frame(frame, None) for frame in frames]))
+        await self._send(send, DONE)
+        return True
+
+    async def _faulty_body(self, send: Send, drawn: Drawn) -> bool:
+        """As `_body`, frame by frame, with the fault that was drawn."""
+        strike = drawn.position
+        fault = FrameFault(drawn)
         number = 0
-        async for original in self._frames:
-            for frame in fault.frames(original):
+        async for originals in self._frames:
+            for frame in [made for original in originals for made in fault.frames(original)]:
                 number += 1
-                data = encode_frame(frame, self._drawn)
-                last = _is_end(frame)
-                if number == strike or last:
-                    if name == "cut_stream":
-                        await self._send(send, data[: max(1, int(len(data) * self._fraction))])
+                data = encode_frame(frame, drawn)
+                if number == strike or _is_end(frame):
+                    if drawn.name == "cut_stream":
+                        await self._send(send, data[: max(1, int(len(data) * drawn.fraction))])
                         return False
-                    if name == "early_end":
+                    if drawn.name == "early_end":
                         return True
-                    if name == "silence" and strike:
+                    if drawn.name == "silence" and strike:
                         strike = 0
                         with suppress(TimeoutError):  # a client that leaves ends the silence
                             await asyncio.wait_for(self._gone.wait(), self._silence_s)
                 await self._send(send, data)
-        if name != "no_done":
+        if drawn.name != "no_done":
             await self._send(send, DONE)
         return True
-
-    @property
-    def _fraction(self) -> float:
-        return self._drawn.fraction if self._drawn is not None else 1.0
 
     async def _send(self, send: Send, data: bytes) -> None:
         if self._keep_alive is None and self._drawn is None:  # the usual case: nobody else sends
