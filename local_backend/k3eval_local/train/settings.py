@@ -44,7 +44,7 @@ class Preset:
 PRESETS = {
     "nano": Preset(192, 48, 96, 96, 512, Schedule(steps=2500, hold=1100), held_out=96),
     "micro": Preset(
-        96, 32, 64, 32, 192, replace(Schedule(steps=150, hold=100), tokens=2400, drills=150), held_out=16
+        96, 32, 64, 32, 192, replace(Schedule(steps=120, hold=80), tokens=2400, drills=20), held_out=32
     ),
 }
 """``nano`` is the bundled checkpoint; ``micro`` shows in minutes that the machinery learns."""
