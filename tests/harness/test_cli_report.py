@@ -146,6 +146,13 @@ def test_tasks_check_fails_on_an_error_and_with_strict_on_a_warning(tmp_path: Pa
     assert "tests/test.sh" in stdout
 
 
+def test_a_shape_is_part_of_the_tasks_names(tmp_path: Path) -> None:
+    out = tmp_path / "rare"
+    assert call("tasks", "generate", "--n", 2, "--seed", 5, "--shape", "rare", "--out", out)[0] == 0
+    assert sorted(path.name for path in out.iterdir()) == ["mini-rare-5-00000", "mini-rare-5-00001"]
+    assert "shape rare" in (out / "mini-rare-5-00000" / "task.toml").read_text()
+
+
 def test_generated_tasks_are_equal_for_equal_arguments(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert call("tasks", "generate", "--n", 3, "--seed", 5, "--out", tmp_path / name)[0] == 0
@@ -178,6 +185,7 @@ def test_episodes_are_json_lines_in_parts_or_at_once(tmp_path: Path) -> None:
         (("tasks", "generate", "repo-fix", "--out", "OUT"), "only the family repo-fix-mini is generated"),
         (("tasks", "generate", "--n", "0", "--out", "OUT"), "cannot generate 0 tasks"),
         (("tasks", "generate", "--seed=-1", "--out", "OUT"), "--seed must be 0 or more"),
+        (("tasks", "generate", "--shape", "round", "--out", "OUT"), "no shape is called 'round'"),
         (("tasks", "episodes", "--n", "0", "--out", "OUT"), "cannot generate 0 conversations"),
         (("tasks", "episodes", "--start=-1", "--out", "OUT"), "must be 0 or more"),
         (("tasks", "episodes", "--n", "1", "--out", "OUT/deep/file"), "cannot write"),

@@ -121,6 +121,9 @@ def generate(
     n: Annotated[int, typer.Option("--n", help="How many tasks.")] = 10,
     seed: Annotated[int, typer.Option(help="Series of tasks; equal arguments write equal files.")] = 0,
     family: Annotated[str, typer.Argument(help="A family that is generated.")] = GENERATED,
+    shape: Annotated[
+        str, typer.Option(help="plain, or a distribution to measure on: rare, noise-500, ...")
+    ] = "plain",
     json: AsJson = False,
 ) -> None:
     """Generate tasks: small repositories with one seeded bug each."""
@@ -130,7 +133,7 @@ def generate(
 
         if family != GENERATED:
             raise UsageError(f"only the family {GENERATED} is generated, not {family!r}")
-        folders = generated_folders(n, seed, out)
+        folders = generated_folders(n, seed, out, shape)
         if json:
             tasks = [str(folder) for folder in folders]
             return print_json({"family": family, "seed": seed, "n": n, "out": str(out), "tasks": tasks})
@@ -163,15 +166,19 @@ def episodes(
         return say(f"{written} conversations of series {seed} are in {out}")
 
 
-def generated_folders(n: int, seed: int, out: Path) -> tuple[Path, ...]:
-    """Generate tasks below ``out``; UsageError where that cannot be written."""
+def generated_folders(n: int, seed: int, out: Path, shape: str = "plain") -> tuple[Path, ...]:
+    """Generate tasks below ``out``; UsageError where that cannot be written or ``shape`` is not known."""
     from k3eval_harness.errors import UsageError
+    from k3eval_harness.task.mini.episodes import SHAPES, EpisodeShape
     from k3eval_harness.task.mini.folder import generate as generate_tasks
 
     if seed < 0:
         raise UsageError(f"--seed must be 0 or more, not {seed}")
+    single = {name: each.project for name, each in SHAPES.items() if isinstance(each, EpisodeShape)}
+    if shape not in single:
+        raise UsageError(f"no shape is called {shape!r}; there are {', '.join(single)}")
     try:
-        return generate_tasks(n, seed, out)
+        return generate_tasks(n, seed, out, shape=single[shape], label=shape.replace("plain", ""))
     except OSError as error:
         raise UsageError(f"cannot write tasks to {out}: {error.strerror}; choose another folder") from None
 

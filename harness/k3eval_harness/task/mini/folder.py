@@ -118,13 +118,13 @@ workdir = "/app"
 family = "repo-fix-mini"
 kind = "{kind}"
 inject = "repo"
-provenance = "generated: series {seed}, project {index}"
+provenance = "generated: {shape}series {seed}, project {index}"
 """
 
 
-def task_name(project: MiniProject) -> str:
-    """``mini-SEED-INDEX``."""
-    return f"mini-{project.seed}-{project.index:05d}"
+def task_name(project: MiniProject, label: str = "") -> str:
+    """``mini-SEED-INDEX``, or ``mini-LABEL-SEED-INDEX`` for projects that are not of the usual shape."""
+    return "-".join(("mini", *filter(None, (label,)), str(project.seed), f"{project.index:05d}"))
 
 
 def how_to_make(name: str) -> str | None:
@@ -136,12 +136,18 @@ def how_to_make(name: str) -> str | None:
     return f"`{command}` makes DIR/{match[1]}"
 
 
-def task_files(project: MiniProject) -> dict[str, str]:
+def task_files(project: MiniProject, label: str = "") -> dict[str, str]:
     """Relative path to text of every file of the task folder."""
     fix = project.fix
     solve = _SOLVE_SH.format(path=fix.path, old=fix.old, new=fix.new)
-    name = task_name(project)
-    toml = _TASK_TOML.format(name=name, kind=project.kind, seed=project.seed, index=project.index)
+    name = task_name(project, label)
+    toml = _TASK_TOML.format(
+        name=name,
+        kind=project.kind,
+        seed=project.seed,
+        index=project.index,
+        shape=f"shape {label}, " if label else "",
+    )
     made = {
         "task.toml": toml,
         "instruction.md": instruction(project),
@@ -171,10 +177,12 @@ def generate(
     out: Path,
     *,
     shape: Shape | None = None,
+    label: str = "",
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Path, ...]:
     """Write tasks 0 .. ``count`` - 1 of the series ``seed`` below ``out`` and return their folders.
 
+    ``label`` names a ``shape`` other than the usual one in the tasks' names.
     Equal arguments write equal bytes. No two tasks of a series have the same files. A folder of the same
     name is replaced.
 
@@ -193,10 +201,10 @@ def generate(
         if content in seen:
             raise AssertionError(f"projects of series {seed} repeat at {index}")
         seen.add(content)
-        folder = out / task_name(project)
+        folder = out / task_name(project, label)
         if folder.exists():
             shutil.rmtree(folder)
-        write_files(folder, task_files(project))
+        write_files(folder, task_files(project, label))
         folders.append(folder)
         if progress is not None:
             progress(index + 1)
