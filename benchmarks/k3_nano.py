@@ -73,7 +73,8 @@ def measure(model: K3Model, weights: str, tokenizer: Tokenizer, part: Part, seed
 def live(folders: Sequence[Path]) -> dict[str, Any]:
     """Jobs of the product, together, by kind and by shape."""
     kinds: dict[str, Counter[bool]] = {}
-    jobs, calls, wrong, void = [], 0, 0, 0
+    jobs: list[dict[str, Any]] = []
+    calls = wrong = void = 0
     for folder in folders:
         job = load_job(folder)
         own: Counter[bool] = Counter()
@@ -89,7 +90,7 @@ def live(folders: Sequence[Path]) -> dict[str, Any]:
                 kinds.setdefault(kind, Counter())[trial.outcome == "passed"] += 1
         interval = wilson(own[True], own.total())
         facts = {"task": label or "plain", "passed": own[True], "n": own.total()}
-        jobs.append({"job": job.summary.job_id, **facts, "low": interval.low, "high": interval.high})
+        jobs.append({"job": folder.name, **facts, "low": interval.low, "high": interval.high})
     plain = [job for job in jobs if job["task"] == "plain"]
     passed, total = sum(job["passed"] for job in plain), sum(job["n"] for job in plain)
     interval = wilson(passed, total)
@@ -139,11 +140,11 @@ def report(replayed: Sequence[dict[str, Any]], lived: dict[str, Any] | None) -> 
     if lived:
         passed, total, rate, span = rate_cells(lived["passed"], lived["n"])
         lines += [
-            "Through the whole product (local server, k3 agent, Docker, hidden tests), on fresh series. Every",
-            "job that was run with these weights counts.",
+            "Through the whole product (local server, k3 agent, Docker, hidden tests), on fresh series.",
+            "Every job that was run with these weights counts.",
             "",
-            f"**{passed} of {total} passed: {rate}, 95 % {span}**; {lived['void']} void; {lived['calls']} tool",
-            f"calls, {lived['calls_not_valid']} of them not valid (the server's grammar is on).",
+            f"**{passed} of {total} passed: {rate}, 95 % {span}**; {lived['void']} void;",
+            f"{lived['calls']} tool calls, {lived['calls_not_valid']} not valid (grammar on).",
         ]
         jobs = lived["jobs"]
         cells = ((job["job"], job["task"], *rate_cells(job["passed"], job["n"])) for job in jobs)
@@ -152,15 +153,16 @@ def report(replayed: Sequence[dict[str, Any]], lived: dict[str, Any] | None) -> 
             ("kind of bug", *RATE), ((k, *rate_cells(*count)) for k, count in lived["kinds"].items())
         )
     lines += [
-        "Replay pass rate: the share of conversations whose every turn greedy writing reproduces exactly, from",
-        "one parallel pass. Up to rounding it bounds the live rate from below: another right way, or a second",
-        "try, is a miss. For recall the first two turns count: the second repeats the failing test's name.",
+        "Replay pass rate: the share of conversations whose every turn greedy writing reproduces exactly,",
+        "from one parallel pass. Up to rounding it bounds the live rate from below: another right way, or a",
+        "second try, is a miss. For recall the first two turns count: the second repeats the failing test's",
+        "name.",
     ]
-    cells = (
+    shapes = (
         (f"`{part['shape']}`", part["what"], str(row["tokens"]), *rate_cells(rate["passed"], rate["n"]))
         for row, part, rate in ((row, row["part"], row["all"]) for row in replayed)
     )
-    lines += grid(("shape", "what", "tokens", *RATE), cells)
+    lines += grid(("shape", "what", "tokens", *RATE), shapes)
     for row in replayed:
         if row["part"]["shape"] == "plain":
             kinds = ((kind, *rate_cells(rate["passed"], rate["n"])) for kind, rate in row["kinds"].items())
