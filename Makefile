@@ -33,6 +33,7 @@ lint: setup ## ruff, mypy --strict, import-linter, rendered task files
 bench: setup ## every benchmark, tables to results/ (about half an hour; each script runs alone too)
 	$(BIN)/python benchmarks/sdk_stream.py --out results
 	$(BIN)/python benchmarks/engine.py --out results
+	$(BIN)/python benchmarks/server.py --out results
 	$(BIN)/python benchmarks/native_cpu.py --out results
 	$(BIN)/python benchmarks/model_checks.py --out results
 	$(BIN)/python -m k3eval_local.kernels.compile --out results/kernels-aot

@@ -1,38 +1,36 @@
 """The engine beside the bare model, batch scaling, prefix hits, decode against context, memory.
 
     python benchmarks/engine.py [--out results] [--repeats 5] [--threads 1] [--prompt 131000]
-    python benchmarks/engine.py --long        one prompt that fills the whole context; estimates first
+    python benchmarks/engine.py --long [TOKENS]    one long prompt alone; by default it fills the context
 
 Contestants take turns in one run and minima of the repeats are compared, so trust the ratios. Time is CPU
-time of the process, all threads, because the machine is shared; the long prompt also states the wall clock.
+time of the process, all threads, because the machine is shared; a long prompt also states the wall clock.
 Random weights of config A (and its all-MLA twin), seed 0. Writes ``engine-bench.md`` and ``.json``.
+
+``--long`` estimates its time first (prefill is quadratic: three hours of one core for the whole context) and
+writes ``engine-bench-long.md``. It runs the native step with an fp32 cache, or else torch with a bf16 cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import multiprocessing
-import os
-import platform
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from figures import Measured, machine, say, write
 
 from k3eval_local.engine import Engine, Generation, GenerationRequest, Sampling
 from k3eval_local.engine.k3_runner import K3Runner
 from k3eval_local.engine.native_runner import NativeRunner
 from k3eval_local.engine.runner import Row
-from k3eval_local.kernels.native.build import NativeUnavailable
+from k3eval_local.kernels.native.build import NativeUnavailable, load
 from k3eval_local.model.accounting import StoredType, sequence_bytes
 from k3eval_local.model.config import K3Config
 from k3eval_local.model.decoder import K3Model
@@ -42,16 +40,6 @@ WARM_UP = 6000
 LONG_CHUNK, LONG_PIECE = 4096, 128
 """Of the --long run: prefill_chunk, and the size to which pieces shrink at such contexts."""
 CONTEXTS = (1024, 4096, 16384, 65536, 131072)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One figure."""
-
-    section: str
-    case: str
-    value: float
-    unit: str
 
 
 def model_of(name: str) -> K3Model:
@@ -236,21 +224,24 @@ def resident_bytes() -> int:
     return int(next(line for line in status if line.startswith("RssAnon:")).split()[1]) * 1024
 
 
-def long_prompt(prompt_tokens: int, threads: int, *, bf16: bool) -> list[Measured]:
-    """One prompt, prefilled and decoded, and the memory that took. Runs in a process of its own."""
+def long_prompt(prompt_tokens: int, threads: int, *, alone: bool) -> list[Measured]:
+    """One prompt, prefilled and decoded, and the memory that took. Runs in a process of its own.
+
+    alone: nobody else waits, so that larger pieces may be run, which are faster.
+    """
     torch.set_num_threads(threads)
     output = 33
     total = prompt_tokens + output
-    config = K3Config.scaled("a")
-    cache: StoredType = "bf16" if bf16 else "fp32"
-    predicted = sequence_bytes(config, total, cache=cache).total
-    section = f"prompt of {prompt_tokens}, {cache} cache"
+    cache = cache_type()
+    predicted = sequence_bytes(K3Config.scaled("a"), total, cache=cache).total
+    step = "native step" if cache == "fp32" else "torch"
+    section = f"prompt of {prompt_tokens}, {step}, {cache} cache"
     with Engine(
         model_of("a"),
         memory_budget_bytes=predicted + 64 * 1024**2,
         max_batch=2,
-        cache_dtype=torch.bfloat16 if bf16 else None,
-        prefill_chunk=LONG_CHUNK if bf16 else None,  # nobody else waits: large pieces are faster
+        cache_dtype=torch.bfloat16 if cache == "bf16" else None,
+        prefill_chunk=LONG_CHUNK if alone else None,
     ) as engine:
         # The allocator settles; the pages that this touches are used again and counted below.
         engine.submit(GenerationRequest(ids(WARM_UP), 40, GREEDY, use_cache=False)).result()
@@ -277,20 +268,30 @@ def long_prompt(prompt_tokens: int, threads: int, *, bf16: bool) -> list[Measure
     ]
 
 
-def in_own_process(prompt_tokens: int, threads: int, *, bf16: bool) -> list[Measured]:
+def in_own_process(prompt_tokens: int, threads: int, *, alone: bool) -> list[Measured]:
     """`long_prompt` where nothing else has touched memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(long_prompt, (prompt_tokens, threads), {"bf16": bf16})
+        return pool.apply(long_prompt, (prompt_tokens, threads), {"alone": alone})
+
+
+def cache_type() -> StoredType:
+    """Of a long prompt's cache: fp32 for the native step; without it torch needs the narrower one."""
+    try:
+        load()
+    except NativeUnavailable as reason:
+        say(f"without the native step: {reason}")
+        return "bf16"
+    return "fp32"
 
 
 def estimate_hours(prompt_tokens: int) -> float:
     """Prefill cost grows linearly with position: the cost at half the prompt is the average cost."""
-    config = K3Config.scaled("a")
-    runner = K3Runner(
-        model_of("a"),
-        memory_budget_bytes=sequence_bytes(config, prompt_tokens // 2 + 64, cache="bf16").total + 2 * 10**6,
-        max_batch=1,
-        cache_dtype=torch.bfloat16,
+    config, cache = K3Config.scaled("a"), cache_type()
+    budget = sequence_bytes(config, prompt_tokens // 2 + LONG_PIECE + 64, cache=cache).total + 2 * 10**6
+    runner = (
+        NativeRunner(model_of("a"), memory_budget_bytes=budget, max_batch=1)
+        if cache == "fp32"
+        else K3Runner(model_of("a"), memory_budget_bytes=budget, max_batch=1, cache_dtype=torch.bfloat16)
     )
     table = np.arange(runner.layout.pages_for(prompt_tokens // 2 + LONG_PIECE), dtype=np.int32)
     runner.fill_with_noise(len(table))
@@ -300,43 +301,11 @@ def estimate_hours(prompt_tokens: int) -> float:
     return seconds * prompt_tokens / LONG_PIECE / 3600
 
 
-def say(text: str) -> None:
-    """One line on stderr."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
-
-
-def machine(threads: int) -> dict[str, str]:
-    """What the figures depend on."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "unknown")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "benchmarks/engine.py", *sys.argv[1:]]),
-        "cpu": f"{cpu}, {os.cpu_count()} cores, {threads} thread(s) used",
-        "software": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "load": f"1-minute load average {os.getloadavg()[0]:.1f} at the start",
-    }
-
-
-def write(rows: list[Measured], facts: Mapping[str, str], out: Path, name: str) -> None:
-    """The table and the same figures as JSON."""
-    out.mkdir(parents=True, exist_ok=True)
-    data = {"facts": dict(facts), "rows": [asdict(row) for row in rows]}
-    (out / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    lines = ["# Engine benchmark", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
-    lines += [
-        "Config A (1.2M parameters) with random weights. Contestants took turns; minima are shown.",
-        "Time is CPU time of the process unless it says wall clock: the machine was shared.",
-        "",
-    ]
-    section = None
-    for row in rows:
-        if row.section != section:
-            section = row.section
-            lines += ["", f"## {section}", "", "| case | figure | unit |", "|---|---|---|"]
-        lines.append(f"| {row.case} | {row.value:.4g} | {row.unit} |")
-    (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+TITLE = "Engine benchmark"
+NOTES = (
+    "Config A (1.2M parameters) with random weights. Contestants took turns; minima are shown.",
+    "Time is CPU time of the process unless it says wall clock: the machine was shared.",
+)
 
 
 def main() -> None:
@@ -349,18 +318,22 @@ def main() -> None:
         "--prompt", type=int, default=131_000, help="tokens of the long prompt; 0 leaves it out"
     )
     parser.add_argument(
-        "--long", action="store_true", help="only a prompt that fills the context, bf16 cache"
+        "--long",
+        type=int,
+        nargs="?",
+        const=K3Config.scaled("a").max_position_embeddings - 33,
+        metavar="TOKENS",
+        help="only one prompt, by default one that fills the context",
     )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    facts = machine(arguments.threads)
+    facts = machine("benchmarks/engine.py", arguments.threads)
     if arguments.long:
-        tokens = K3Config.scaled("a").max_position_embeddings - 33
-        hours = estimate_hours(tokens)
-        say(f"{tokens} tokens: prefill is estimated at {hours:.2f} h")
-        rows = [Measured(f"prompt of {tokens}, bf16 cache", "prefill, estimated before", hours, "h")]
-        rows += in_own_process(tokens, arguments.threads, bf16=True)
-        write(rows, facts, arguments.out, "engine-bench-long")
+        hours = estimate_hours(arguments.long)
+        say(f"{arguments.long} tokens: prefill is estimated at {hours:.2f} h")
+        rows = in_own_process(arguments.long, arguments.threads, alone=True)
+        rows.insert(0, Measured(rows[0].section, "prefill, CPU, estimated before", hours * 3600, "s"))
+        write(rows, facts, arguments.out, "engine-bench-long", TITLE, NOTES)
         return
     rows = []
     for part in (single_stream, batch_scaling, prefix_hits, decode_against_context):
@@ -368,8 +341,8 @@ def main() -> None:
         rows += part(arguments.repeats)
     if arguments.prompt:
         say(f"prompt of {arguments.prompt} tokens")
-        rows += in_own_process(arguments.prompt, arguments.threads, bf16=False)
-    write(rows, facts, arguments.out, "engine-bench")
+        rows += in_own_process(arguments.prompt, arguments.threads, alone=False)
+    write(rows, facts, arguments.out, "engine-bench", TITLE, NOTES)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from itertools import count
 
@@ -30,11 +30,11 @@ from k3eval_local.protocol.reply import ModelCard, ReplyHead, ReplyTail
 from k3eval_local.protocol.request import ChatRequest, check_unique, read_messages, read_tools
 from k3eval_local.protocol.wire import CountBody, parse_body
 from k3eval_local.server.account import Account
-from k3eval_local.server.generate import ChoiceEnd, Generator, Item, Job
+from k3eval_local.server.generate import ChoiceEnd, Generator, Item, Job, Piece
 from k3eval_local.server.metrics import Metrics
 from k3eval_local.server.openapi import describe
 from k3eval_local.server.settings import ServerSettings
-from k3eval_local.server.streaming import CutReply, EventStream, watch
+from k3eval_local.server.streaming import CutReply, EventStream, Frame, TextFrames, watch
 
 _log = logging.getLogger(__name__)
 
@@ -125,15 +125,20 @@ class ChatServer:
 
     async def _frames(
         self, head: ReplyHead, job: Job, drawn: Drawn | None
-    ) -> AsyncGenerator[list[JsonObject]]:
+    ) -> AsyncGenerator[Sequence[Frame]]:
         frames = self.dialect.frames(head)
+        plain = drawn is None and not head.request.continuous_usage
+        text = TextFrames(frames) if plain else None
         yield frames.begin()
         made = 0
         try:
             async with aclosing(job.items()) as batches:
                 async for items in batches:
-                    shaped: list[JsonObject] = []
+                    shaped: list[Frame] = []
                     for item in items:
+                        if text is not None and isinstance(item, Piece):
+                            shaped += text.frames(item.choice, item.event, item.logprobs)
+                            continue
                         fresh = self._shaped(frames, job, item)
                         if _dropped_here(drawn, made, len(fresh), item):
                             yield shaped

@@ -217,6 +217,7 @@ class ChoiceRun:
         self._index = index
         self._count = 0
         self.result: GenerationResult | None = None
+        self.end: ChoiceEnd | None = None
 
     def cancel(self) -> None:
         """Stop generating."""
@@ -249,7 +250,8 @@ class ChoiceRun:
                     ErrorKind.SERVER,
                     f"the generation was {_ENDED[result.finish]}: {result.error or 'stopped'}",
                 )
-        yield [*last, ChoiceEnd(self._choice(result), self._counts(result))]
+        self.end = ChoiceEnd(self._choice(result), self._counts(result))
+        yield [*last, self.end]
 
     def _pieces(self, tokens: Sequence[TokenEvent]) -> list[Item]:
         """Pieces of new tokens, up to one that completes a stop text."""
@@ -343,21 +345,21 @@ class Job:
     def __init__(self, plan: Plan, runs: Sequence[ChoiceRun]) -> None:
         self.plan = plan
         self._runs = runs
-        self._ends: list[ChoiceEnd] = []
 
     def cancel(self) -> None:
         """Stop every choice; harmless when they have ended."""
         for run in self._runs:
             run.cancel()
 
-    async def items(self) -> AsyncGenerator[list[Item]]:
-        """Items of all choices, in the order in which they are made; those that came together in one list."""
-        if len(self._runs) == 1:
-            async with aclosing(self._runs[0].items()) as batches:
-                async for items in batches:
-                    self._note(items)
-                    yield items
-            return
+    def items(self) -> AsyncGenerator[list[Item]]:
+        """Items of all choices, in the order in which they are made; those that came together in one list.
+
+        Raises:
+            ProtocolError: as `ChoiceRun.items`.
+        """
+        return self._runs[0].items() if len(self._runs) == 1 else self._merged()
+
+    async def _merged(self) -> AsyncGenerator[list[Item]]:
         queue: asyncio.Queue[list[Item] | ProtocolError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(_pump(run, queue)) for run in self._runs]
         try:
@@ -365,30 +367,29 @@ class Job:
                 while (queued := await queue.get()) is not None:
                     if isinstance(queued, ProtocolError):
                         raise queued
-                    self._note(queued)
                     yield queued
         finally:
             self.cancel()
             for task in tasks:
                 task.cancel()
 
-    def _note(self, items: Sequence[Item]) -> None:
-        if isinstance(items[-1], ChoiceEnd):
-            self._ends.append(items[-1])
+    @property
+    def _ends(self) -> list[ChoiceEnd]:
+        return [run.end for run in self._runs if run.end is not None]
 
     @property
     def choices(self) -> list[ReplyChoice]:
         """The choices that have ended, by index."""
-        return sorted((end.choice for end in self._ends), key=lambda choice: choice.index)
+        return [end.choice for end in self._ends]
 
     @property
     def counts(self) -> Counts:
         """The prompt once, the outputs of all choices that have ended."""
-        first = min(self._ends, key=lambda end: end.choice.index).counts
+        ends = self._ends
         return replace(
-            first,
-            completion=sum(end.counts.completion for end in self._ends),
-            reasoning=sum(end.counts.reasoning for end in self._ends),
+            ends[0].counts,
+            completion=sum(end.counts.completion for end in ends),
+            reasoning=sum(end.counts.reasoning for end in ends),
         )
 
     @property

@@ -6,6 +6,7 @@ is called from outside; it returns when the server has stopped and everything is
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -120,6 +121,7 @@ def launch(options: LaunchOptions) -> None:
             max_body_bytes=options.max_body_mib * MIB,
             structured=not options.free,
         )
+        gc.freeze()  # what is loaded by now stays: a full collection would hold up every stream for 0.1 s
         with engine:
             _serve(settings, tokenizer, engine, listener)
     finally:

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import replace
 
+import pydantic_core
 from starlette.types import Receive, Scope, Send
 
 from k3eval_local.protocol.chaos import Drawn, FrameFault, encode_frame, packets
+from k3eval_local.protocol.dialects.base import Frames
 from k3eval_local.protocol.messages import JsonObject
+from k3eval_local.protocol.parser import Event, Reasoning, Text
+from k3eval_local.protocol.reply import TokenLogprob
 
 DONE = b"data: [DONE]\n\n"
+_MARK = "\0text\0"
+_MARK_JSON = pydantic_core.to_json(_MARK)
+
+Frame = JsonObject | bytes
+"""A frame, or its event as it is sent."""
+
+
+class TextFrames:
+    """Events of plain pieces of text: all but the text is written once a stream, by the dialect."""
+
+    def __init__(self, frames: Frames) -> None:
+        self._frames = frames
+        self._around: dict[tuple[int, type[Text] | type[Reasoning]], list[bytes]] = {}
+
+    def frames(self, choice: int, event: Event, logprobs: Sequence[TokenLogprob] | None) -> Sequence[Frame]:
+        """As `Frames.event`."""
+        if not isinstance(event, Text | Reasoning) or logprobs is not None:
+            return self._frames.event(choice, event, logprobs)
+        key = (choice, type(event))
+        around = self._around.get(key)
+        if around is not None:
+            return (pydantic_core.to_json(event.text).join(around),) if around else ()
+        first = self._frames.event(choice, event, None)  # it may have members that only a first one has
+        sample = self._frames.event(choice, replace(event, text=_MARK), None)
+        self._around[key] = encode_frame(sample[0], None).split(_MARK_JSON) if sample else []
+        return first
 
 
 class EventStream:
@@ -25,7 +56,7 @@ class EventStream:
 
     def __init__(
         self,
-        frames: AsyncGenerator[list[JsonObject]],
+        frames: AsyncGenerator[Sequence[Frame]],
         *,
         headers: Mapping[str, str],
         on_gone: Callable[[], None],
@@ -85,17 +116,18 @@ class EventStream:
             return await self._faulty_body(send, self._drawn)
         async for frames in self._frames:
             if frames:
-                await self._send(send, b"".join([encode_frame(frame, None) for frame in frames]))
+                await self._send(send, b"".join([_event(frame) for frame in frames]))
         await self._send(send, DONE)
         return True
 
     async def _faulty_body(self, send: Send, drawn: Drawn) -> bool:
-        """As `_body`, frame by frame, with the fault that was drawn."""
+        """As `_body`, frame by frame, with the fault that was drawn; no frame is an event already."""
         strike = drawn.position
         fault = FrameFault(drawn)
         number = 0
         async for originals in self._frames:
-            for frame in [made for original in originals for made in fault.frames(original)]:
+            plain = [original for original in originals if not isinstance(original, bytes)]
+            for frame in [made for original in plain for made in fault.frames(original)]:
                 number += 1
                 data = encode_frame(frame, drawn)
                 if number == strike or _is_end(frame):
@@ -120,6 +152,10 @@ class EventStream:
         async with self._lock:
             for packet in packets(data, self._drawn):
                 await send({"type": "http.response.body", "body": packet, "more_body": True})
+                if self._drawn is not None:
+                    await asyncio.sleep(0)  # a client that has left is noticed between two packets
+                    if self._gone.is_set():
+                        break
             self._sent_at = time.monotonic()
 
     async def _keep_alive_loop(self, send: Send, comment: bytes) -> None:
@@ -150,6 +186,10 @@ async def watch(receive: Receive, on_gone: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     on_gone()
+
+
+def _event(frame: Frame) -> bytes:
+    return frame if isinstance(frame, bytes) else encode_frame(frame, None)
 
 
 def _is_end(frame: JsonObject) -> bool:
