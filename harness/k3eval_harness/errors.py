@@ -9,6 +9,7 @@ SandboxError          sandbox    the container failed, not the agent in it
 SizeLimitExceeded   sandbox    what was copied out is larger than allowed
 VerifierError         verifier   grading gave no usable verdict
 AgentError            harness    the agent's own code failed
+ModelServerError      provider   the model server that the run started is gone
 BudgetError           budget     the job's money, token or time limit is reached
 Cancelled             user       Ctrl-C or SIGTERM
 """
@@ -75,6 +76,12 @@ class VerifierError(HarnessError):
 
 class AgentError(HarnessError):
     """The agent's own code failed."""
+
+
+class ModelServerError(HarnessError):
+    """The model server that the run itself started ended before the run."""
+
+    cause = "provider"
 
 
 class BudgetError(HarnessError):

@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from k3eval_harness.engine.events import (
     TurnStarted,
 )
 from k3eval_harness.engine.executor import Executor, ThreadExecutor
-from k3eval_harness.errors import BudgetError, Cancelled, HarnessError, UsageError
+from k3eval_harness.errors import BudgetError, Cancelled, HarnessError, ModelServerError, UsageError
 from k3eval_harness.journal import Journal, utc_now
 from k3eval_harness.launcher import local_server
 from k3eval_harness.plan import JobConfig, JobPlan, TrialPlan, plan_job
@@ -80,9 +80,9 @@ def run_job(config: JobConfig, observer: JobObserver, cancel: threading.Event) -
     try:
         engine = engine_info(client)
         check_disk(client, info=engine)
-        with _served(config, cancel) as (model, info), _clients(config, model) as clients:
+        with _served(config, cancel) as served, _clients(config, served.ref) as clients:
             _check_price(config, clients)
-            return _JobRun(config, plan, agent, client, engine, observer, cancel, clients, info).run()
+            return _JobRun(config, plan, agent, client, engine, observer, cancel, clients, served).run()
     finally:
         client.close()
 
@@ -114,23 +114,34 @@ def _max_output(config: JobConfig) -> int | None:
     return LOCAL_OUTPUT_TOKENS if chosen is None and local else chosen
 
 
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """The job's model as it can be called; empty where no agent calls one."""
+
+    ref: ModelRef | None = None
+    info: ModelInfo | None = None
+    ended: Callable[[], str | None] = lambda: None
+    """Why the server that the job itself started is gone; None while it runs or where there is none."""
+
+
 @contextmanager
-def _served(config: JobConfig, cancel: threading.Event) -> Iterator[tuple[ModelRef | None, ModelInfo | None]]:
-    """The model as it can be called; a local one without a URL is served for the length of the job."""
+def _served(config: JobConfig, cancel: threading.Event) -> Iterator[_Served]:
+    """The model; a local one without a URL is served for the length of the job."""
     ref = config.model
     if ref is None or not make_agent(config.agent).needs_model:
-        yield None, None
+        yield _Served()
     elif ref.provider == "local" and ref.base_url is None:
         with local_server(ref.model, config.seed, cancel=cancel) as server:
             name = str(ref)
-            yield (
+            yield _Served(
                 replace(ref, base_url=server.base_url, model=server.model),
                 ModelInfo(name=name, provider=ref.provider, model=server.model, weights=server.weights),
+                server.ended,
             )
     else:
         base_url = re.sub(r"//[^/@]*@", "//", ref.base_url) if ref.base_url else None
         name = re.sub(r"//[^/@]*@", "//", str(ref))
-        yield ref, ModelInfo(name=name, provider=ref.provider, model=ref.model, base_url=base_url)
+        yield _Served(ref, ModelInfo(name=name, provider=ref.provider, model=ref.model, base_url=base_url))
 
 
 class _JobRun:
@@ -146,10 +157,11 @@ class _JobRun:
         observer: JobObserver,
         cancel: threading.Event,
         clients: ClientFactory,
-        model: ModelInfo | None,
+        served: _Served,
     ) -> None:
         self._config, self._plan, self._agent = config, plan, agent
-        self._client, self._clients, self._model = client, clients, model
+        self._client, self._clients = client, clients
+        self._model, self._server_ended = served.info, served.ended
         self._cancel = cancel
         self._layout = JobLayout(config.out / plan.job_id)
         self._observer = observer
@@ -194,7 +206,10 @@ class _JobRun:
         except KeyboardInterrupt:
             self._stop_with(Cancelled("stopped by the user"))
         finally:
-            self._provider.close()
+            try:
+                self._provider.close()
+            except KeyboardInterrupt:  # a second Ctrl-C shall end the wait for trials, not this
+                self._provider.close()
             summary = self._summarise()
             write_json(self._layout.job_json, summary)
             self._write_harbor_result()
@@ -263,6 +278,8 @@ class _JobRun:
             self._stop_with(Cancelled("stopped by the user"))
         elif limit is not None and time.monotonic() - self._start > limit:
             self._stop_with(BudgetError(f"the job ran longer than its limit of {limit:g} s"))
+        elif reason := self._server_ended():
+            self._stop_with(ModelServerError(f"the local model server ended during the run: {reason}"))
 
     def _stop_with(self, error: HarnessError) -> None:
         """Stop early: no new trial, calls in flight cut, containers removed; running trials end as void."""
@@ -336,8 +353,9 @@ class _JobRun:
                 self._log(f"the observer failed: {type(error).__name__}: {error}")
 
     def _log(self, text: str) -> None:
-        if self._layout.root.is_dir():
-            append_line(self._layout.log, f"{utc_now().isoformat()} {text}")
+        with suppress(OSError):  # a disk that is full or gone ends the job where a result is written
+            if self._layout.root.is_dir():
+                append_line(self._layout.log, f"{utc_now().isoformat()} {text}")
 
 
 class _EventListener:

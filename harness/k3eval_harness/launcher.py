@@ -15,9 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Final
 
 from k3eval_harness.errors import Cancelled, HarnessError, UsageError
@@ -35,6 +36,8 @@ class LocalServer:
     model: str
     weights: str
     """``random, seed 0``, a checkpoint's digest, or both."""
+    ended: Callable[[], str | None]
+    """Why the server is gone, in a few words; None while it runs."""
 
 
 @contextmanager
@@ -91,7 +94,10 @@ def _wait_ready(
             event = json.loads(line)
             if event["event"] == "ready":
                 return LocalServer(
-                    base_url=str(event["base_url"]), model=str(event["model"]), weights=str(event["weights"])
+                    base_url=str(event["base_url"]),
+                    model=str(event["model"]),
+                    weights=str(event["weights"]),
+                    ended=partial(_ended, process, errors),
                 )
         except (ValueError, KeyError, TypeError):
             continue  # not the announcement
@@ -104,6 +110,15 @@ def _pump(process: subprocess.Popen[bytes], lines: queue.Queue[bytes]) -> None:
         for line in process.stdout:
             lines.put(line)
     lines.put(b"")
+
+
+def _ended(process: subprocess.Popen[bytes], errors: IO[bytes]) -> str | None:
+    code = process.poll()
+    if code is None:
+        return None
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}"
+    return _last_line(errors) or f"it ended with exit code {code}"
 
 
 def _last_line(errors: IO[bytes]) -> str:

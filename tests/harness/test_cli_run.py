@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 from surface_samples import summary
 from typer.testing import CliRunner
 
 from k3eval_harness.cli.app import app
-from k3eval_harness.cli.run import _exit
+from k3eval_harness.cli.run import _exit, cancelled_by_signals
 from k3eval_harness.results.schema import JobSummary
 
 BASE = "python:3.11-slim-bookworm"
@@ -63,6 +64,12 @@ def run(*arguments: str | Path) -> tuple[int, str, str]:
         ({"coverage": 0.2, "stopped_by": "budget", "stop_detail": "the budget is spent"}, 0.9, 4, "spent"),
         ({"coverage": 0.2, "stopped_by": "user", "interrupted": True}, 0.9, 130, "interrupted"),
         ({"score": None, "coverage": 1.0}, 0.1, 1, "below the threshold"),
+        (
+            {"coverage": 0.2, "stopped_by": "provider", "stop_detail": "no server"},
+            None,
+            3,
+            ": no server; see",
+        ),
     ],
 )
 def test_exit_codes(
@@ -79,6 +86,32 @@ def test_exit_codes(
     assert shown.out == ""
     assert said in shown.err
     assert shown.err.count("\n") == (code != 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_the_first_signal_cancels_the_second_interrupts_and_mashing_does_nothing_more(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with cancelled_by_signals(Console(stderr=True)) as cancel:
+        signal.raise_signal(number)
+        assert cancel.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        for _ in range(5):
+            signal.raise_signal(number)
+    assert capsys.readouterr().err.count("finished trials are kept") == 1
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_nohup_is_respected() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with cancelled_by_signals(Console(stderr=True)) as cancel:
+            signal.raise_signal(signal.SIGHUP)
+            assert not cancel.is_set()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

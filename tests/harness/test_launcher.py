@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -60,6 +61,19 @@ def test_a_checkpoint_folder_that_holds_random_weights_says_so(tmp_path: Path) -
     assert made.exit_code == 0, made.output
     with local_server(str(folder)) as server:
         assert server.weights.startswith("random, seed 0 (sha256:")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_says_so() -> None:
+    before = _children()
+    with local_server("a") as server:
+        assert server.ended() is None
+        (pid,) = _children() - before
+        os.kill(int(pid), signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while server.ended() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert server.ended() == "it was killed by SIGKILL"
 
 
 @pytest.mark.slow

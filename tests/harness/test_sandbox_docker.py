@@ -8,6 +8,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import pytest
 from k3eval_harness.errors import EngineUnavailable, SandboxError, SizeLimitExceeded
 from k3eval_harness.sandbox.base_image import BASE_REF, ensure_base_image
 from k3eval_harness.sandbox.container import DockerProvider, DockerSandbox
-from k3eval_harness.sandbox.engine import check_disk, connect, disk_free, engine_info
+from k3eval_harness.sandbox.engine import check_disk, connect, disk_free, engine_errors, engine_info
 from k3eval_harness.sandbox.lease import MARK, Owner, is_left_over, labels, reap
 from k3eval_harness.sandbox.protocol import SandboxLimits, SandboxSpec
 from k3eval_harness.testing import tar_of
@@ -36,8 +37,6 @@ def client() -> Iterator[DockerClient]:
 
 
 def _spec(trial: str, **changes: object) -> SandboxSpec:
-    from dataclasses import replace
-
     spec = SandboxSpec(
         image=BASE_REF,
         trial_id=f"{trial}-{time.time_ns()}",
@@ -174,7 +173,7 @@ class TestFiles:
 class TestEnds:
     def test_a_container_ends_by_itself(self, client: DockerClient) -> None:
         provider = DockerProvider(client)
-        sandbox = provider.start(_spec("lease", limits=SandboxLimits(lifetime_s=2)))
+        sandbox = provider.start(_spec("lease", limits=replace(LIMITS, lifetime_s=2)))
         try:
             result = sandbox.open_shell().run("kill -9 -1; sleep 100", timeout_s=60)
             assert result.shell_restarted
@@ -183,6 +182,50 @@ class TestEnds:
         finally:
             provider.close()
         assert not _exists(client, sandbox.id)
+
+    @pytest.mark.parametrize(
+        ("act", "said"),
+        [
+            ("kill", r"stopped from outside while it was in use \(exit code 137\)"),
+            ("remove", "No such container"),
+            ("restart", "restarted from outside"),
+        ],
+    )
+    def test_what_was_touched_from_outside_is_never_captured(
+        self, client: DockerClient, act: str, said: str
+    ) -> None:
+        provider = DockerProvider(client)
+        sandbox = provider.start(_spec("touched"))
+        try:
+            if act == "kill":
+                client.api.kill(sandbox.id)
+                client.api.wait(sandbox.id, timeout=60)
+            elif act == "remove":
+                client.api.remove_container(sandbox.id, force=True)
+            else:
+                client.api.restart(sandbox.id, timeout=0)
+            with pytest.raises(SandboxError, match=said):
+                sandbox.freeze()
+        finally:
+            provider.close()
+
+    def test_an_agent_cannot_end_its_container_but_by_running_out_of_memory(
+        self, client: DockerClient
+    ) -> None:
+        provider = DockerProvider(client)
+        sandbox = provider.start(_spec("inside"))
+        try:
+            root = sandbox.open_shell(user="0")
+            root.run("kill -9 1; kill -TERM 1; kill -STOP 1", timeout_s=20)
+            assert client.api.inspect_container(sandbox.id)["State"]["Running"]
+            # several of middle size, so that the kernel's choice falls on process 1
+            hog = "python3 -c 'import time; x = b\"x\" * (40 << 20); time.sleep(20)'"
+            root.run(f"echo 1000 > /proc/1/oom_score_adj; {hog} & {hog} & {hog} & wait", timeout_s=30)
+            client.api.wait(sandbox.id, timeout=60)
+            sandbox.freeze()  # the agent's own doing: it is graded
+            assert sandbox.oom_kills() == 1
+        finally:
+            provider.close()
 
     def test_a_closed_provider_starts_nothing(self, client: DockerClient) -> None:
         provider = DockerProvider(client)
@@ -204,8 +247,9 @@ class TestEnds:
             "import os, signal\n"
             "from k3eval_harness.sandbox.container import DockerProvider\n"
             "from k3eval_harness.sandbox.engine import connect\n"
-            "from k3eval_harness.sandbox.protocol import SandboxSpec\n"
-            f"spec = SandboxSpec({BASE_REF!r}, 'dead-{time.time_ns()}', 'j', 'agent')\n"
+            "from k3eval_harness.sandbox.protocol import SandboxLimits, SandboxSpec\n"
+            f"spec = SandboxSpec({BASE_REF!r}, 'dead-{time.time_ns()}', 'j', 'agent', "
+            "limits=SandboxLimits(cpus=1))\n"
             "print(DockerProvider(connect()).start(spec).id, flush=True)\n"
             "os.kill(os.getpid(), signal.SIGKILL)\n"
         )
@@ -225,6 +269,47 @@ class TestEnds:
         if free is not None:
             with pytest.raises(SandboxError, match="GiB free for Docker"):
                 check_disk(client, need=free * 2)
+
+
+class _Interrupted:
+    """An engine whose first removal is cut short by Ctrl-C."""
+
+    def __init__(self) -> None:
+        self.api = self
+        self.removals = 0
+
+    def remove_container(self, container: str, **options: object) -> None:
+        self.removals += 1
+        if self.removals == 1:
+            raise KeyboardInterrupt
+
+
+def test_a_removal_that_ctrl_c_cuts_short_is_made_up_for() -> None:
+    engine = _Interrupted()
+    closed: list[str] = []
+    sandbox = DockerSandbox(
+        engine,  # type: ignore[arg-type]  # only what closing needs
+        "c1", user="", workdir="/", env={}, on_close=closed.append,
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        sandbox.close()
+    assert closed == []
+    for _ in range(2):
+        sandbox.close()
+    assert (engine.removals, closed) == (2, ["c1"])
+
+
+def test_an_engine_that_is_gone_is_said_in_plain_words() -> None:
+    import requests
+    from urllib3.exceptions import ProtocolError
+
+    cause = FileNotFoundError(2, "No such file or directory")
+    error = requests.ConnectionError(ProtocolError("Connection aborted.", cause))
+    with pytest.raises(SandboxError) as caught, engine_errors("listing containers"):
+        raise error
+    assert caught.value.message == (
+        "listing containers failed: No such file or directory; does the Docker engine still run?"
+    )
 
 
 def test_no_engine_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from k3eval_harness.engine.events import JobEvent, TrialFinished, TurnStarted
 from k3eval_harness.errors import TaskError, UsageError
 from k3eval_harness.job import JobConfig, plan_job, run_job, validate_task
 from k3eval_harness.journal import read_journal, unfinished
+from k3eval_harness.launcher import LocalServer
 from k3eval_harness.results import JobLayout, load_job
 from k3eval_harness.results.schema import JobSummary, Outcome, TrialRecord
 from k3eval_harness.sandbox.base_image import BASE_REF, ensure_base_image
@@ -343,6 +345,49 @@ class TestStopping:
         assert summary["interrupted"]
         assert runner.containers(summary["job_id"]) == []
         assert (Path(summary["results_dir"]) / "job.json").is_file()
+
+    def test_a_container_that_is_killed_voids_its_trial_alone(self, runner: Runner, tmp_path: Path) -> None:
+        def kill() -> None:
+            runner.watcher.turn.wait(60)
+            (container,) = runner.client.containers.list(filters={"label": "k3eval.role=agent"}, limit=1)
+            container.kill()
+            killed.set()
+
+        killed = threading.Event()
+        paths = [write_task(tmp_path, name) for name in ("a", "b")]
+        threading.Thread(target=kill, daemon=True).start()
+        with ScriptedServer([Reply(calls=(SUBMIT,), wait=killed), Reply(calls=(HELLO, SUBMIT))]) as server:
+            _, (first, second) = runner.run(runner.config("k3", *paths, model=server.model))
+        assert (first.outcome, first.cause) == (Outcome.VOID, "sandbox")
+        assert "stopped from outside" in (first.detail or "")
+        assert second.outcome is Outcome.PASSED
+
+    def test_the_end_of_the_runs_own_model_server_ends_the_run(
+        self, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        @contextmanager
+        def dead_server(*args: object, **options: object) -> Iterator[LocalServer]:
+            def ended() -> str | None:
+                return "it was killed by SIGKILL" if runner.watcher.turn.is_set() else None
+
+            yield LocalServer("http://127.0.0.1:9/v1", "a", "random, seed 0", ended)
+
+        monkeypatch.setattr("k3eval_harness.job.local_server", dead_server)
+        paths = [write_task(tmp_path, name) for name in ("a", "b")]
+        summary, (trial,) = runner.run(runner.config("k3", *paths, model="local/a"))
+        assert (trial.outcome, trial.cause) == (Outcome.VOID, "provider")
+        assert (summary.planned, summary.void, summary.failed, summary.stopped_by) == (2, 1, 0, "provider")
+        assert summary.stop_detail == "the local model server ended during the run: it was killed by SIGKILL"
+
+    def test_a_log_that_cannot_be_written_ends_no_trial(
+        self, runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(path: Path, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("k3eval_harness.job.append_line", full)
+        summary, _ = runner.run(runner.config("oracle", write_task(tmp_path)))
+        assert summary.passed == 1
 
 
 class TestBadInput:

@@ -6,11 +6,13 @@ paid model.
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import FrameType
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "local/a"
 DEFAULT_OUT = Path("results/runs")
 MAX_SEED = 2**63
+CLEAN_UP_SECONDS = 5.0
 MIN_FREE_BYTES = 16 * 1024**2
 """Less free space than this would end the job half-way."""
 
@@ -245,16 +248,30 @@ def _check_writable(out: Path) -> None:
 
 @contextmanager
 def cancelled_by_signals(screen: Console) -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; the second one interrupts at once."""
+    """An event that the first Ctrl-C, SIGTERM or end of the terminal sets; the second one interrupts at once.
+
+    More of them are ignored for CLEAN_UP_SECONDS: who keeps pressing must not cut off the removal of
+    containers that the second one has started.
+    """
     cancel = threading.Event()
+    interrupted_at = -math.inf
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if cancel.is_set():
+        nonlocal interrupted_at
+        if not cancel.is_set():
+            cancel.set()
+            with suppress(OSError):  # the terminal may be gone
+                screen.print(
+                    "k3eval: stopping; finished trials are kept. Press Ctrl-C again to stop at once."
+                )
+        elif time.monotonic() - interrupted_at > CLEAN_UP_SECONDS:
+            interrupted_at = time.monotonic()
             raise KeyboardInterrupt
-        cancel.set()
-        screen.print("k3eval: stopping; finished trials are kept. Press Ctrl-C again to stop at once.")
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else nohup wants the run to go on
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield cancel
     finally:
@@ -320,7 +337,7 @@ def _exit(summary: JobSummary, threshold: float | None, min_coverage: float) -> 
     if summary.coverage is None or summary.coverage < min_coverage:
         causes = ", ".join(f"{cause} {n}" for cause, n in summary.void_causes.items()) or "not run"
         valid = f"{summary.passed + summary.failed} of {summary.planned}"
-        first = _first_void(Path(summary.results_dir))
+        first = f": {summary.stop_detail}" if summary.stop_detail else _first_void(Path(summary.results_dir))
         return fail(
             f"only {valid} trials are valid (void: {causes}){first}; see {summary.results_dir}", Exit.VOID
         )

@@ -87,6 +87,7 @@ class DockerSandbox:
         self._shells: list[PersistentShell] = []
         self._closed = threading.Lock()
         self._frozen = False
+        self._started_at = ""
 
     @property
     def id(self) -> str:
@@ -156,7 +157,7 @@ class DockerSandbox:
         """See ``Sandbox``."""
         if self._frozen:
             with engine_errors("inspecting the container"):
-                return int(bool(self._client.api.inspect_container(self._id)["State"]["OOMKilled"]))
+                return int(bool(self._state()["OOMKilled"]))
         _, text = self.run_once(
             "cat /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control 2>/dev/null",
             user="0",
@@ -171,21 +172,33 @@ class DockerSandbox:
 
         if self._frozen:
             return
-        self._frozen = True
         self._close_shells()
+        self._check_untouched()
+        self._frozen = True
         with engine_errors("stopping the container"):
-            # 409: it has ended already, by its lease or by running out of memory
+            # 409: it has ended already, by running out of memory
             with contextlib.suppress(APIError):
                 self._client.api.kill(self._id)
             self._client.api.wait(self._id, timeout=int(SETUP_SECONDS))
+        self._check_untouched()
 
     def close(self) -> None:
         """See ``Sandbox``."""
         if not self._closed.acquire(blocking=False):
             return
-        self._close_shells()
-        remove(self._client, self._id)
+        try:
+            self._close_shells()
+            remove(self._client, self._id)
+        except BaseException:  # Ctrl-C: the container may still be there, the next call shall remove it
+            self._closed.release()
+            raise
         self._on_close(self._id)
+
+    def start(self) -> None:
+        """Start the container, which was just created."""
+        with engine_errors("starting a container"):
+            self._client.api.start(self._id)
+            self._started_at = str(self._state()["StartedAt"])
 
     def set_up(self, user: str | None, *, hand_over: bool) -> None:
         """Make the log folders, the working directory and the user; ``hand_over`` gives it that directory."""
@@ -218,6 +231,25 @@ class DockerSandbox:
         self._shells.append(shell)
         return shell
 
+    def _state(self) -> Mapping[str, object]:
+        """What the engine says of the container now: Running, ExitCode, OOMKilled, StartedAt."""
+        found: Mapping[str, object] = self._client.api.inspect_container(self._id)["State"]
+        return found
+
+    def _check_untouched(self) -> None:
+        """Raise SandboxError when the container was ended or restarted from outside: its files tell nothing.
+
+        Nobody inside can do that: process 1 is root's and takes no signal from its own container.
+        """
+        with engine_errors("inspecting the container"):
+            state = self._state()
+        if state["StartedAt"] != self._started_at:
+            raise SandboxError("the container was restarted from outside while it was in use")
+        if not (state["Running"] or state["OOMKilled"] or self._frozen):
+            raise SandboxError(
+                f"the container was stopped from outside while it was in use (exit code {state['ExitCode']})"
+            )
+
     def _close_shells(self) -> None:
         # with a shell still attached, removal waits for it more than a second
         for shell in self._shells:
@@ -239,6 +271,7 @@ class DockerSandbox:
             pass  # the restart below either helps or says why not
         with engine_errors("restarting the container"):
             self._client.api.restart(self._id, timeout=0)
+            self._started_at = str(self._state()["StartedAt"])
 
 
 class DockerProvider:
@@ -268,8 +301,7 @@ class DockerProvider:
                 if self._closed:
                     raise SandboxError("the run is being stopped")
                 self._open[container_id] = sandbox
-            with engine_errors("starting a container"):
-                self._client.api.start(container_id)
+            sandbox.start()
             sandbox.set_up(spec.user or image_user, hand_over=spec.role == "agent")
         except BaseException:
             sandbox.close()

@@ -114,8 +114,18 @@ def engine_errors(what: str) -> Iterator[None]:
         raise SandboxError(f"{what} failed: {_brief(str(reason))}") from error
     except (DockerException, requests.RequestException, HTTPError, OSError) as error:
         raise SandboxError(
-            f"{what} failed: {_brief(str(error))}; does the Docker engine still run?"
+            f"{what} failed: {_brief(_innermost(error))}; does the Docker engine still run?"
         ) from error
+
+
+def _innermost(error: BaseException) -> str:
+    """What an HTTP client's error is about: the operating system's own words where it wraps them."""
+    for inner in (error, *error.args):
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        if inner is not error and isinstance(inner, BaseException) and inner.args:
+            return _innermost(inner)
+    return str(error)
 
 
 def _what_to_do(where: str, error: Exception) -> str:

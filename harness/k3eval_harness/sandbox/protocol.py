@@ -118,7 +118,10 @@ class Sandbox(Protocol):
         """How many processes the memory limit has killed so far; after ``freeze`` 1 stands for any number."""
 
     def freeze(self) -> None:
-        """Kill every process. The file system stays readable until ``close``."""
+        """Kill every process. The file system stays readable until ``close``.
+
+        Raises SandboxError when the container was stopped, restarted or removed from outside meanwhile.
+        """
 
     def close(self) -> None:
         """Remove the container. Never raises; may be called twice and from another thread."""
