@@ -181,6 +181,9 @@ def test_a_job_reads_back_with_and_without_its_summary(tmp_path: Path) -> None:
     loaded = load_job(tmp_path)
     assert loaded.summary is None
     assert [record.task.name for record in loaded.trials] == ["a"]
+    assert loaded.planned == 1
+    layout.lock_json.write_text('{"trials": [{}, {}, {}]}')
+    assert load_job(tmp_path).planned == 3
     layout.trial("t1").trial_json.write_text("{}")
     with pytest.raises(UsageError, match="not readable as TrialRecord"):
         load_job(tmp_path)

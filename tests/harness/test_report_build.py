@@ -73,6 +73,9 @@ def test_a_job_without_summary_is_reported_from_its_trials() -> None:
     assert report.job_id == "job-1"
     assert report.score == 0.5
     assert "not finished" in report.state
+    known = build_report([trial("one")], None, "killed-job", planned=4)
+    assert (known.missing, known.coverage, known.worst_case_score) == (3, 0.25, 0.25)
+    assert known.state == "not finished: the job wrote no summary, 3 of 4 trials have no result"
 
 
 def test_a_job_without_any_trial_has_no_score_and_still_renders() -> None:

@@ -41,7 +41,7 @@ def report(
         if form not in FORMATS:
             raise UsageError(f"--format must be one of {', '.join(FORMATS)}, not {form!r}")
         jobs = [(folder.name, load_job(folder)) for folder in folders]
-        reports = [build_report(job.trials, job.summary, name) for name, job in jobs]
+        reports = [build_report(job.trials, job.summary, name, job.planned) for name, job in jobs]
         first = jobs[0]
         pairs = [compare(first[1].trials, job.trials, (first[0], name)) for name, job in jobs[1:]]
         as_json = json or form == "json"

@@ -97,21 +97,23 @@ class JobReport(Record):
     claims: tuple[Claim, ...] = CLAIMS
 
 
-def build_report(trials: Sequence[TrialRecord], summary: JobSummary | None, name: str) -> JobReport:
+def build_report(
+    trials: Sequence[TrialRecord], summary: JobSummary | None, name: str, planned: int = 0
+) -> JobReport:
     """Report on a job's finished trials. ``summary`` is ``None`` where the job never came to its end.
 
-    ``name`` stands in for the job's id where not even one trial is finished.
+    ``name`` and ``planned`` (trials) stand in for what the summary would say.
     """
     outcomes = Counter(trial.outcome for trial in trials)
     passed, failed, void = (outcomes[o] for o in (Outcome.PASSED, Outcome.FAILED, Outcome.VOID))
-    planned = max(summary.planned if summary else 0, len(trials))
+    planned = max(summary.planned if summary else planned, len(trials))
     groups = task_results(trials)
     turns = [turn for trial in trials for turn in trial.turns]
     return JobReport(
         job_id=summary.job_id if summary else (trials[0].job_id if trials else name),
         agent=summary.agent if summary else (trials[0].agent.name if trials else "unknown"),
         model=next((t.model for t in trials if t.model), None),
-        state=_state(summary, planned - len(trials)),
+        state=_state(summary, planned - len(trials), planned),
         planned=planned,
         passed=passed,
         failed=failed,
@@ -199,12 +201,13 @@ def _task_row(task: str, trials: Sequence[TrialRecord]) -> TaskRow:
     )
 
 
-def _state(summary: JobSummary | None, missing: int) -> str:
+def _state(summary: JobSummary | None, missing: int, planned: int) -> str:
+    without = f"{missing} of {planned} trials have no result"
     if summary is None:
-        return "not finished: the job wrote no summary"
+        return f"not finished: the job wrote no summary, {without}"
     if summary.interrupted:
-        return f"interrupted: {missing} of {summary.planned} trials have no result"
-    return COMPLETE if missing == 0 else f"{missing} of {summary.planned} trials have no result"
+        return f"interrupted: {without}"
+    return COMPLETE if missing == 0 else without
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:

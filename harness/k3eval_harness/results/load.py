@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,8 @@ class LoadedJob:
     """None when the job did not end by itself (killed): its finished trials are still there."""
     trials: tuple[TrialRecord, ...]
     """In the order in which they finished."""
+    planned: int
+    """Trials that the job set out to run."""
 
 
 def load_job(folder: Path) -> LoadedJob:
@@ -38,7 +41,15 @@ def load_job(folder: Path) -> LoadedJob:
     )
     if summary is None and not trials:
         raise UsageError(f"{folder}: no job.json and no trial here; give a folder below results/runs")
-    return LoadedJob(folder, summary, trials)
+    return LoadedJob(folder, summary, trials, summary.planned if summary else _planned(layout, len(trials)))
+
+
+def _planned(layout: JobLayout, least: int) -> int:
+    """From the lock file, which is written before the first trial."""
+    try:
+        return max(least, len(json.loads(layout.lock_json.read_bytes())["trials"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return least
 
 
 def _read(path: Path, model: type[R]) -> R:
