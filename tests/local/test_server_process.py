@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -30,13 +30,18 @@ ENVIRONMENT = os.environ | {
 
 
 @contextmanager
-def running(*options: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+def running(
+    *options: str, folder: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+    """A server in a session of its own; ``folder`` is where it starts and where its temporary files go."""
     process = subprocess.Popen(
         [*COMMAND, "--model", "a", "--threads", "1", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=ENVIRONMENT if folder is None else ENVIRONMENT | {"TMPDIR": str(folder)},
+        cwd=folder,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
@@ -90,6 +95,52 @@ def test_ready_line_then_answers_then_sigterm_with_a_stream_open() -> None:
     assert process.returncode == 0
     assert out == ""
     assert err == ""
+
+
+def in_session(leader: int) -> list[int]:
+    """Processes that belong to the session of ``leader`` and live."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(session) == leader and state != "Z":
+            found.append(int(entry.parent.name))
+    return found
+
+
+def test_killed_in_the_middle_of_streams_it_starts_again_on_the_same_port(tmp_path: Path) -> None:
+    body = {"model": "a", "messages": [{"role": "user", "content": "go on"}], "temperature": 0, "n": 2}
+    endless = body | {"stream": True, "ignore_eos": True, "max_tokens": 500_000, "n": 1}
+    with running("--port", "0", folder=tmp_path) as (process, ready):
+        url = ready["base_url"]
+        before = HTTP.post(f"{url}/chat/completions", json=body | {"max_tokens": 40}).json()["choices"]
+        with ExitStack() as streams:
+            open_ones = [
+                streams.enter_context(HTTP.stream("POST", f"{url}/chat/completions", json=endless))
+                for _ in range(4)
+            ]
+            pieces = [response.iter_bytes() for response in open_ones]
+            assert all(b"data:" in next(each) for each in pieces)
+            assert in_session(process.pid) == [process.pid]
+            process.send_signal(signal.SIGKILL)
+            for each in pieces:
+                with pytest.raises(httpx.TransportError):
+                    for _ in each:
+                        pass
+        assert process.wait(20) == -signal.SIGKILL
+    assert in_session(process.pid) == []
+    assert list(tmp_path.iterdir()) == []
+    port = url.removesuffix("/v1").rpartition(":")[2]
+    with running("--port", port, folder=tmp_path) as (process, ready):
+        assert ready["base_url"] == url
+        after = HTTP.post(f"{url}/chat/completions", json=body | {"max_tokens": 40}).json()["choices"]
+        assert after == before
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.communicate() == ("", "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_it_follows_its_parent() -> None:
