@@ -11,6 +11,8 @@ import pytest
 from surface_samples import MODEL, PROVENANCE, START
 
 from k3eval import AuthenticationError, BudgetExceededError, K3EvalError, TransportError
+from k3eval_harness.cli.bench import _problem
+from k3eval_harness.cli.common import Exit
 from k3eval_harness.decode.corpus import Corpus
 from k3eval_harness.decode.records import CorpusInfo, ServerTiming, SweepCall, SweepResult
 from k3eval_harness.decode.render import COLUMNS, markdown, notes, table_rows
@@ -169,6 +171,12 @@ def test_a_failing_context_is_recorded_and_the_others_are_measured() -> None:
     shown = result(calls, {"m": FREE})
     assert any("6 of 6 calls failed: the connection was reset" in line for line in notes(shown))
     assert table_rows(shown)[2][1:4] == ("-", "-", "-")
+    assert _problem(shown) == ("6 of 18 calls failed: the connection was reset", Exit.VOID)
+    good, bad = (next(call for call in calls if bool(call.error) is failed) for failed in (False, True))
+    assert _problem(result((good,) * 9 + (bad,), {"m": FREE})) is None
+    assert _problem(shown.model_copy(update={"stopped": "interrupted"})) == (
+        "interrupted; what was measured until then is shown", Exit.INTERRUPTED,
+    )  # fmt: skip
 
 
 def test_a_context_that_is_too_short_is_refused_before_the_first_call() -> None:

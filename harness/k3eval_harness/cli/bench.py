@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from k3eval_harness.results.schema import ModelInfo
 
 INTERRUPTED = "interrupted"
+MAX_FAILED = 0.1
+"""Share of calls that may fail; as with the trials of a run, more is no measurement."""
 
 commands = typer.Typer(
     help="Measure decode cost against context length.",
@@ -72,11 +74,19 @@ def decode(
         result = measure(plan, references, load_corpus(package), money_cap(max_cost))
         _write(result, out)
         _show(result, as_json=json)
-        if result.stopped:
-            code = Exit.INTERRUPTED if result.stopped == INTERRUPTED else Exit.BUDGET
-            raise fail(f"{result.stopped}; what was measured until then is shown", code)
-        if all(call.error for call in result.calls):
-            raise fail(f"no call succeeded: {result.calls[0].error}", Exit.VOID)
+        if problem := _problem(result):
+            raise fail(*problem)
+
+
+def _problem(result: SweepResult) -> tuple[str, Exit] | None:
+    """Why the sweep is not whole, and the exit code that says so; None when it is."""
+    if result.stopped:
+        code = Exit.INTERRUPTED if result.stopped == INTERRUPTED else Exit.BUDGET
+        return f"{result.stopped}; what was measured until then is shown", code
+    errors = [" ".join(call.error.split()) for call in result.calls if call.error]
+    if len(errors) > MAX_FAILED * len(result.calls):
+        return f"{len(errors)} of {len(result.calls)} calls failed: {errors[0]}", Exit.VOID
+    return None
 
 
 def measure(

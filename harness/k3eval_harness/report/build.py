@@ -206,7 +206,7 @@ def _state(summary: JobSummary | None, missing: int, planned: int) -> str:
     if summary is None:
         return f"not finished: the job wrote no summary, {without}"
     if summary.interrupted:
-        return f"interrupted: {without}"
+        return f"interrupted: {without}" if missing else "interrupted"
     return COMPLETE if missing == 0 else without
 
 
