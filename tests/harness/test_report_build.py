@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from decimal import Decimal
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from surface_samples import summary, trial, turn
 
 from k3eval_harness.report.build import COMPLETE, JobReport, build_report, pass_rates, total_costs
 from k3eval_harness.report.compare import compare
 from k3eval_harness.report.markdown import comparison_markdown, report_markdown
-from k3eval_harness.report.table import summary_lines
+from k3eval_harness.report.table import print_report, summary_lines
 from k3eval_harness.results.schema import Costs, Outcome
 
 PASSED, FAILED, VOID = Outcome.PASSED, Outcome.FAILED, Outcome.VOID
@@ -131,6 +133,15 @@ def test_unknown_costs_are_dashes_and_other_currencies_are_not_added() -> None:
     lost = known.model_copy(update={"costs": Costs(computed=Decimal(2))})
     assert total_costs([known, lost]).billed is None
     assert total_costs([known, trial("no model call")]) == total_costs([known])
+
+
+@pytest.mark.parametrize(("width", "columns"), [(80, 8), (120, 11)])
+def test_task_names_stay_whole_on_a_narrow_terminal(width: int, columns: int) -> None:
+    console = Console(width=width, file=StringIO(), record=True)
+    print_report(console, build_report([trial("k3eval/mini-7-00000", turns=(turn(),))], None, "x"))
+    head, row = console.export_text().splitlines()[:2]
+    assert row.startswith("k3eval/mini-7-00000 ")
+    assert len(head.split()) == len(row.split()) == columns
 
 
 def test_markup_in_task_names_and_details_is_shown_as_it_is() -> None:

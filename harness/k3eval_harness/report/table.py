@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 COLUMNS = ("task", "passed", "failed", "void", "turns", "miss", "read", "write", "output", "cost", "seconds")
+PROMPT_COLUMNS = ("miss", "read", "write")
+"""Left out on a narrow terminal, where task names would be cut to pieces; the line below has their sums."""
+WIDE = 100
+"""Columns of a terminal that has room for all."""
 
 
 def print_report(console: Console, report: JobReport) -> None:
@@ -19,10 +23,12 @@ def print_report(console: Console, report: JobReport) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
+    shown = [name for name in COLUMNS if console.width >= WIDE or name not in PROMPT_COLUMNS]
+    for name in shown:
         table.add_column(name, justify="left" if name == "task" else "right", overflow="fold")
     for row in report.tasks:
-        table.add_row(*(Text(cell) for cell in _cells(row)))
+        cells = dict(zip(COLUMNS, _cells(row), strict=True))
+        table.add_row(*(Text(cells[name]) for name in shown))
     console.print(table)
     console.print()
     for line in summary_lines(report):
