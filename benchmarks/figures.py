@@ -57,5 +57,7 @@ def write(
         if row.section != section:
             section = row.section
             lines += ["", f"## {section}", "", "| case | figure | unit |", "|---|---|---|"]
-        lines.append(f"| {row.case} | {row.value:.4g} | {row.unit} |")
+        whole = row.value == round(row.value) or abs(row.value) >= 1000
+        shown = f"{row.value:.0f}" if whole else f"{row.value:.4g}"
+        lines.append(f"| {row.case} | {shown} | {row.unit} |")
     (out / f"{name}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -189,7 +189,10 @@ def main() -> int:
     facts = machine("benchmarks/server.py", 1)
     if arguments.load:
         rows, failures = load(arguments.load, arguments.sessions, arguments.requests, arguments.seed)
-        notes = ["Config A (1.2M parameters) with random weights, vLLM dialect, every fault on purpose."]
+        notes = [
+            "Config A (1.2M parameters) with random weights, vLLM dialect, every fault on purpose.",
+            "The sessions and the server shared the cores: gaps are those of the two together.",
+        ]
         write(rows, facts, arguments.out, "server-load", "Server under load", notes)
         for failure in failures:
             say(failure)
