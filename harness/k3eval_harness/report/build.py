@@ -202,12 +202,12 @@ def _task_row(task: str, trials: Sequence[TrialRecord]) -> TaskRow:
 
 
 def _state(summary: JobSummary | None, missing: int, planned: int) -> str:
-    without = f"{missing} of {planned} trials have no result"
+    without = f"{missing} of {planned} trials have no result" if missing else ""
     if summary is None:
-        return f"not finished: the job wrote no summary, {without}"
+        return ", ".join(filter(None, ("not finished: the job wrote no summary", without)))
     if summary.interrupted:
-        return f"interrupted: {without}" if missing else "interrupted"
-    return COMPLETE if missing == 0 else without
+        return ": ".join(filter(None, ("interrupted", without)))
+    return without or COMPLETE
 
 
 def _count(names: Iterable[str]) -> dict[str, int]:
