@@ -30,7 +30,7 @@ lint: setup ## ruff, mypy --strict, import-linter, rendered task files
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/repo_fix_tasks.py --check
 
-bench: setup ## every benchmark, tables to results/ (about half an hour; each script runs alone too)
+bench: setup ## every benchmark, tables to results/ (about three quarters of an hour; each script runs alone too)
 	$(BIN)/python benchmarks/sdk_stream.py --out results
 	$(BIN)/python benchmarks/engine.py --out results
 	$(BIN)/python benchmarks/server.py --out results
