@@ -19,6 +19,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -224,7 +225,12 @@ def resident_bytes() -> int:
     return int(next(line for line in status if line.startswith("RssAnon:")).split()[1]) * 1024
 
 
-def long_prompt(prompt_tokens: int, threads: int, *, alone: bool) -> list[Measured]:
+def long_config(heads: int) -> K3Config:
+    """Config A with so many attention heads: its prefill's time grows with them, its memory does not."""
+    return replace(K3Config.scaled("a"), num_attention_heads=heads)
+
+
+def long_prompt(prompt_tokens: int, threads: int, *, heads: int, alone: bool) -> list[Measured]:
     """One prompt, prefilled and decoded, and the memory that took. Runs in a process of its own.
 
     alone: nobody else waits, so that larger pieces may be run, which are faster.
@@ -233,11 +239,12 @@ def long_prompt(prompt_tokens: int, threads: int, *, alone: bool) -> list[Measur
     output = 33
     total = prompt_tokens + output
     cache = cache_type()
-    predicted = sequence_bytes(K3Config.scaled("a"), total, cache=cache).total
+    config = long_config(heads)
+    predicted = sequence_bytes(config, total, cache=cache).total
     step = "native step" if cache == "fp32" else "torch"
-    section = f"prompt of {prompt_tokens}, {step}, {cache} cache"
+    section = f"prompt of {prompt_tokens}, {heads} attention heads, {step}, {cache} cache"
     with Engine(
-        model_of("a"),
+        K3Model(config).init_weights(0),
         memory_budget_bytes=predicted + 64 * 1024**2,
         max_batch=2,
         cache_dtype=torch.bfloat16 if cache == "bf16" else None,
@@ -268,10 +275,10 @@ def long_prompt(prompt_tokens: int, threads: int, *, alone: bool) -> list[Measur
     ]
 
 
-def in_own_process(prompt_tokens: int, threads: int, *, alone: bool) -> list[Measured]:
+def in_own_process(prompt_tokens: int, threads: int, *, heads: int, alone: bool) -> list[Measured]:
     """`long_prompt` where nothing else has touched memory."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(long_prompt, (prompt_tokens, threads), {"alone": alone})
+        return pool.apply(long_prompt, (prompt_tokens, threads), {"heads": heads, "alone": alone})
 
 
 def cache_type() -> StoredType:
@@ -284,14 +291,15 @@ def cache_type() -> StoredType:
     return "fp32"
 
 
-def estimate_hours(prompt_tokens: int) -> float:
+def estimate_hours(prompt_tokens: int, heads: int) -> float:
     """Prefill cost grows linearly with position: the cost at half the prompt is the average cost."""
-    config, cache = K3Config.scaled("a"), cache_type()
+    config, cache = long_config(heads), cache_type()
+    model = K3Model(config).init_weights(0)
     budget = sequence_bytes(config, prompt_tokens // 2 + LONG_PIECE + 64, cache=cache).total + 2 * 10**6
     runner = (
-        NativeRunner(model_of("a"), memory_budget_bytes=budget, max_batch=1)
+        NativeRunner(model, memory_budget_bytes=budget, max_batch=1)
         if cache == "fp32"
-        else K3Runner(model_of("a"), memory_budget_bytes=budget, max_batch=1, cache_dtype=torch.bfloat16)
+        else K3Runner(model, memory_budget_bytes=budget, max_batch=1, cache_dtype=torch.bfloat16)
     )
     table = np.arange(runner.layout.pages_for(prompt_tokens // 2 + LONG_PIECE), dtype=np.int32)
     runner.fill_with_noise(len(table))
@@ -325,13 +333,19 @@ def main() -> None:
         metavar="TOKENS",
         help="only one prompt, by default one that fills the context",
     )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=K3Config.scaled("a").num_attention_heads,
+        help="attention heads of the long prompt's model (%(default)s)",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     facts = machine("benchmarks/engine.py", arguments.threads)
     if arguments.long:
-        hours = estimate_hours(arguments.long)
+        hours = estimate_hours(arguments.long, arguments.heads)
         say(f"{arguments.long} tokens: prefill is estimated at {hours:.2f} h")
-        rows = in_own_process(arguments.long, arguments.threads, alone=True)
+        rows = in_own_process(arguments.long, arguments.threads, heads=arguments.heads, alone=True)
         rows.insert(0, Measured(rows[0].section, "prefill, CPU, estimated before", hours * 3600, "s"))
         write(rows, facts, arguments.out, "engine-bench-long", TITLE, NOTES)
         return
@@ -341,7 +355,7 @@ def main() -> None:
         rows += part(arguments.repeats)
     if arguments.prompt:
         say(f"prompt of {arguments.prompt} tokens")
-        rows += in_own_process(arguments.prompt, arguments.threads, alone=False)
+        rows += in_own_process(arguments.prompt, arguments.threads, heads=arguments.heads, alone=False)
     write(rows, facts, arguments.out, "engine-bench", TITLE, NOTES)
 
 
