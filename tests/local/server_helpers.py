@@ -85,6 +85,7 @@ class _Engine(ABC):
             times.append(now - generation.submitted_ns)
             top = () if request.sampling.logprobs is None else (TopLogprob(token, -0.5), TopLogprob(65, -2.0))
             generation.publish(TokenEvent(token, -0.5, top, now))
+            generation.wake()
             if token in request.stop_ids:
                 break
             if len(ids) == request.max_tokens:

@@ -25,6 +25,7 @@ def publish(generation: Generation, count: int) -> threading.Thread:
     def run() -> None:
         for token in range(count):
             generation.publish(event(token))
+            generation.wake()
             time.sleep(0.001)
         generation.finish(RESULT)
 
@@ -68,6 +69,7 @@ def test_a_consumer_that_fell_behind_gets_what_is_there_in_one_batch():
             seen.append([e.id for e in batch])
             if len(seen) < 3:
                 generation.publish(event(10 + len(seen)))
+                generation.wake()
             else:
                 generation.finish(RESULT)
         return seen
@@ -90,6 +92,8 @@ def test_one_call_into_the_loop_wakes_every_stream_that_is_due(monkeypatch: pyte
         for token in range(3):
             for generation in generations:
                 generation.publish(event(token))
+            for generation in generations:
+                generation.wake()
         assert len(calls) == 1
         await asyncio.sleep(0.01)
         for generation in generations:

@@ -98,6 +98,7 @@ class EngineCore:
         self._wake = threading.Condition()
         self._inbox: deque[Sequence] = deque()
         self._cancelled: deque[Generation] = deque()
+        self._unwoken: list[Generation] = []
         self._clear_asked = False
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -248,6 +249,8 @@ class EngineCore:
 
     def _take_orders(self) -> bool:
         """Waits for something to do; False when the engine is to stop."""
+        if not self._scheduler.decoding:
+            self._wake_consumers()
         with self._wake:
             while not (
                 self._closing
@@ -282,6 +285,7 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001 - the batch's requests carry it as their result
                 self._fail(batch, error)
         for piece in self._scheduler.prefill_pieces():
+            self._wake_consumers()
             try:
                 self._prefill(piece)
             except Exception as error:  # noqa: BLE001 - the request carries it as its result
@@ -317,6 +321,7 @@ class EngineCore:
             self._cache.grow(memory, sequence.length)
             rows.append(self._cache.row(memory, sequence.computed))
             tokens.append(int(sequence.tokens[sequence.length - 1]))
+        self._wake_consumers()
         logits = self.runner.decode(rows, tokens)
         for sequence in batch:
             sequence.computed += 1
@@ -403,9 +408,19 @@ class EngineCore:
         sequence.token_ns.append(now)
         self._generated_tokens += 1
         sequence.generation.publish(TokenEvent(chosen.id, chosen.logprob, chosen.top_logprobs, now))
+        self._unwoken.append(sequence.generation)
         stopped = chosen.id in request.stop_ids or (request.grammar is not None and request.grammar.done)
         if stopped or sequence.generated == request.max_tokens:
             self._end(sequence, "stop" if stopped else "length")
+
+    def _wake_consumers(self) -> None:
+        """Called where the model is about to run, which lets go of the interpreter.
+
+        Any sooner, consumers would take it from this thread at every call that gives it up for a moment.
+        """
+        for generation in self._unwoken:
+            generation.wake()
+        self._unwoken.clear()
 
     def _fail(self, sequences: list[Sequence], error: Exception) -> None:
         _log.error("a step failed", exc_info=error)

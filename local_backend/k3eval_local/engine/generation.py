@@ -1,8 +1,9 @@
 """One running request as its consumer sees it: an iterator of tokens, a result, a way to cancel.
 
-The engine's thread publishes; any thread or event loop consumes. Every iterator sees every token from the
-first, so late or repeated iteration is fine. Iteration ends when the request ends, for whatever reason;
-`result()` says which. Publishing never blocks and never waits for a consumer.
+The engine's thread publishes, and wakes consumers when it suits it; any thread or event loop consumes.
+Every iterator sees every token from the first, so late or repeated iteration is fine. Iteration ends when
+the request ends, for whatever reason; `result()` says which. Publishing never blocks and never waits for a
+consumer.
 """
 
 from __future__ import annotations
@@ -102,9 +103,12 @@ class Generation:
         self._on_cancel(self)
 
     def publish(self, event: TokenEvent) -> None:
-        """Engine only: delivers one token."""
+        """Engine only: delivers one token. Who waits for it sees it at the next `wake` or `finish`."""
+        self._events.append(event)
+
+    def wake(self) -> None:
+        """Engine only: wakes who waits for what was published."""
         with self._changed:
-            self._events.append(event)
             self._wake()
 
     def finish(self, result: GenerationResult) -> None:

@@ -209,7 +209,8 @@ class NativeStep:
             )
         if total and not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
             raise ValueError(f"a token id is outside 0..{self.config.vocab_size - 1}")
-        logits = torch.empty(int(np.count_nonzero(want)), self.config.vocab_size)
+        # not torch.empty, which lets go of the interpreter: the thread that then runs keeps this one waiting
+        logits = np.empty((int(np.count_nonzero(want)), self.config.vocab_size), dtype=np.float32)
         pointers = (ctypes.c_void_p * len(views))(*[view.address for view in views])
         code = self._forward(
             self._live,
@@ -218,11 +219,11 @@ class NativeStep:
             counts.ctypes.data,
             ids.ctypes.data,
             want.ctypes.data,
-            logits.data_ptr(),
+            logits.ctypes.data,
         )
         if code:
             raise RuntimeError("the native step refused its input")
-        return logits
+        return torch.from_numpy(logits)
 
     @property
     def _live(self) -> ctypes.c_void_p:
