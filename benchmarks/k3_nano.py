@@ -164,7 +164,7 @@ def report(replayed: Sequence[dict[str, Any]], lived: dict[str, Any] | None) -> 
     )
     lines += grid(("shape", "what", "tokens", *RATE), shapes)
     for row in replayed:
-        if row["part"]["shape"] == "plain":
+        if row["part"]["shape"] == "plain" and row["kinds"]:
             kinds = ((kind, *rate_cells(rate["passed"], rate["n"])) for kind, rate in row["kinds"].items())
             lines += ["`plain` by kind of bug, replay:", *grid(("kind of bug", *RATE), kinds)]
     return "\n".join(lines).rstrip() + "\n"
