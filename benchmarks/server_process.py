@@ -67,12 +67,12 @@ class ServerProcess:
         }
 
     def cpu_seconds(self) -> float:
-        """User and system time of all threads so far."""
-        fields = self._proc("stat").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+        """User and system time so far of the server and its engine's process, all threads."""
+        each = [(folder / "stat").read_text().rpartition(")")[2].split() for folder in self._processes()]
+        return sum(int(fields[11]) + int(fields[12]) for fields in each) / _TICKS
 
     def resident_bytes(self) -> int:
-        """Anonymous memory in use."""
+        """Anonymous memory in use, of both."""
         return 1024 * self._status("RssAnon")
 
     def threads(self) -> int:
@@ -81,14 +81,24 @@ class ServerProcess:
 
     def open_files(self) -> int:
         """File descriptors, sockets included."""
-        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+        return sum(len(list((folder / "fd").iterdir())) for folder in self._processes())
+
+    def thread_ids(self, *, engine: bool) -> list[int]:
+        """Threads of the engine's process, or of the server's own."""
+        own, *others = self._processes()
+        folders = others if engine else [own]
+        return [int(path.name) for folder in folders for path in (folder / "task").iterdir()]
+
+    def _processes(self) -> list[Path]:
+        own = Path(f"/proc/{self.pid}")
+        started = " ".join(path.read_text() for path in own.glob("task/*/children"))
+        return [own, *(Path(f"/proc/{pid}") for pid in started.split())]
 
     def _status(self, name: str) -> int:
-        lines = self._proc("status").splitlines()
-        return int(next(line for line in lines if line.startswith(f"{name}:")).split()[1])
-
-    def _proc(self, name: str) -> str:
-        return Path(f"/proc/{self.pid}/{name}").read_text(encoding="ascii")
+        lines = [
+            line for folder in self._processes() for line in (folder / "status").read_text().splitlines()
+        ]
+        return sum(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 @dataclass

@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 import httpx
 import numpy as np
 
-from k3eval_local.engine.core import EngineStats
 from k3eval_local.engine.generation import Generation
 from k3eval_local.engine.request import (
     Finish,
@@ -23,6 +22,7 @@ from k3eval_local.engine.request import (
     TokenEvent,
     TopLogprob,
 )
+from k3eval_local.engine.stats import EngineStats
 from k3eval_local.protocol.chaos import Chaos
 from k3eval_local.protocol.dialects import DIALECTS, DialectOptions
 from k3eval_local.protocol.prices import Limits

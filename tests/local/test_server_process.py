@@ -123,14 +123,14 @@ def test_killed_in_the_middle_of_streams_it_starts_again_on_the_same_port(tmp_pa
             ]
             pieces = [response.iter_bytes() for response in open_ones]
             assert all(b"data:" in next(each) for each in pieces)
-            assert in_session(process.pid) == [process.pid]
+            assert len(in_session(process.pid)) == 2  # the server and its engine
             process.send_signal(signal.SIGKILL)
             for each in pieces:
                 with pytest.raises(httpx.TransportError):
                     for _ in each:
                         pass
         assert process.wait(20) == -signal.SIGKILL
-    assert in_session(process.pid) == []
+    assert until(lambda: in_session(process.pid) == [])
     assert list(tmp_path.iterdir()) == []
     port = url.removesuffix("/v1").rpartition(":")[2]
     with running("--port", port, folder=tmp_path) as (process, ready):
@@ -141,6 +141,25 @@ def test_killed_in_the_middle_of_streams_it_starts_again_on_the_same_port(tmp_pa
         assert process.wait(20) == 0
         assert process.communicate() == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_server_whose_engine_dies_says_so_and_ends() -> None:
+    body = {"model": "a", "messages": [{"role": "user", "content": "go on"}], "stream": True}
+    endless = body | {"ignore_eos": True, "max_tokens": 500_000}
+    with running("--port", "0") as (process, ready):
+        url = f"{ready['base_url']}/chat/completions"
+        with HTTP.stream("POST", url, json=endless) as response:
+            pieces = response.iter_bytes()
+            assert b"data:" in next(pieces)
+            (engine,) = (pid for pid in in_session(process.pid) if pid != process.pid)
+            os.kill(engine, signal.SIGKILL)
+            rest = b"".join(pieces)
+        assert b'"error"' in rest
+        assert b'"finish_reason":"stop"' not in rest
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err.splitlines()[-1].startswith("k3eval: the engine's process ended")
+    assert in_session(process.pid) == []
 
 
 def test_it_follows_its_parent() -> None:

@@ -1,9 +1,10 @@
-"""Caches, scheduler, prefix cache, sampler."""
+"""Caches, scheduler, prefix cache, sampler. What needs torch is loaded on first use."""
 
 from __future__ import annotations
 
-from k3eval_local.engine.core import EngineCore, EngineStats
-from k3eval_local.engine.engine import Engine
+import importlib
+from typing import TYPE_CHECKING
+
 from k3eval_local.engine.errors import (
     ContextOverflow,
     EngineClosed,
@@ -21,6 +22,13 @@ from k3eval_local.engine.request import (
     TokenEvent,
     TopLogprob,
 )
+from k3eval_local.engine.stats import EngineStats
+
+if TYPE_CHECKING:
+    from k3eval_local.engine.core import EngineCore
+    from k3eval_local.engine.engine import Engine
+
+_LATE = {"Engine": "engine", "EngineCore": "core"}
 
 __all__ = [
     "ContextOverflow",
@@ -40,3 +48,9 @@ __all__ = [
     "TokenEvent",
     "TopLogprob",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATE[name]}"), name)

@@ -12,7 +12,6 @@ import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -20,54 +19,16 @@ import numpy as np
 import torch
 
 from k3eval_local.engine.cache import CacheManager
-from k3eval_local.engine.errors import ContextOverflow, EngineClosed, InvalidRequest, MemoryBudgetExceeded
-from k3eval_local.engine.generation import Generation
+from k3eval_local.engine.check import check
+from k3eval_local.engine.errors import EngineClosed, InvalidRequest
+from k3eval_local.engine.generation import Generation, MakeGeneration
 from k3eval_local.engine.request import Finish, GenerationRequest, GenerationResult, TokenEvent
 from k3eval_local.engine.runner import ModelRunner
 from k3eval_local.engine.sampler import Choice, Chosen, Logits, Mask, choose
 from k3eval_local.engine.scheduler import Chunking, Piece, Scheduler, Sequence, new_sequence
+from k3eval_local.engine.stats import EngineStats
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """A snapshot for metrics. Counters only grow; gauges may be one step old."""
-
-    running: int
-    waiting: int
-    total_pages: int
-    free_pages: int
-    running_pages: int
-    cached_pages: int
-    """Pages that only checkpoints hold: evicted when needed."""
-    promised_pages: int
-    """Pages that running sequences may still take."""
-    page_bytes: int
-    total_slots: int
-    free_slots: int
-    checkpoints: int
-    cache_hits: int
-    cache_misses: int
-    hit_tokens: int
-    evictions: int
-    steps: int
-    prompt_tokens: int
-    """Prompt tokens of requests that were admitted."""
-    prefilled_tokens: int
-    """Prompt tokens that the model really ran."""
-    generated_tokens: int
-    failed_requests: int
-
-    @property
-    def cache_bytes(self) -> int:
-        """Bytes that only checkpoints hold."""
-        return self.cached_pages * self.page_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of pages that anybody holds."""
-        return (self.total_pages - self.free_pages) * self.page_bytes
 
 
 class EngineCore:
@@ -136,10 +97,13 @@ class EngineCore:
 
     # Callers' side --------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest) -> Generation:
-        """Queues a request. Raises InvalidRequest, ContextOverflow, MemoryBudgetExceeded or EngineClosed."""
-        self._check(request)
-        generation = Generation(request, submitted_ns=time.monotonic_ns(), on_cancel=self._ask_cancel)
+    def submit(self, request: GenerationRequest, make: MakeGeneration = Generation) -> Generation:
+        """Queues a request. Raises InvalidRequest, ContextOverflow, MemoryBudgetExceeded or EngineClosed.
+
+        make: makes the handle; for handles that pass on what is published.
+        """
+        check(request, self.layout)
+        generation = make(request, submitted_ns=time.monotonic_ns(), on_cancel=self._ask_cancel)
         with self._wake:
             if self._closing or self._thread is None:
                 raise EngineClosed("the engine is not running; call start()")
@@ -190,42 +154,6 @@ class EngineCore:
             failed_requests=self._failed_requests,
         )
 
-    def _check(self, request: GenerationRequest) -> None:
-        n, sampling = len(request.prompt_ids), request.sampling
-        if n == 0:
-            raise InvalidRequest("the prompt is empty; at least one token is needed")
-        if request.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {request.max_tokens}; it must be at least 1")
-        if not 0 <= request.min_tokens <= request.max_tokens:
-            raise InvalidRequest(f"min_tokens is {request.min_tokens}; it must be in 0..{request.max_tokens}")
-        ids = (*request.prompt_ids, *request.stop_ids)
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self.layout.vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequest(
-                f"token id {wrong} is outside the vocabulary 0..{self.layout.vocab_size - 1}"
-            )
-        if any(not 1 <= boundary <= n for boundary in request.boundaries):
-            raise InvalidRequest(f"boundaries must be in 1..{n}, the prompt's length")
-        if not sampling.temperature >= 0 or sampling.temperature == float("inf"):
-            raise InvalidRequest(f"temperature is {sampling.temperature}; it must be finite and >= 0")
-        if not 0 < sampling.top_p <= 1:
-            raise InvalidRequest(f"top_p is {sampling.top_p}; it must be in (0, 1]")
-        if sampling.logprobs is not None and sampling.logprobs < 0:
-            raise InvalidRequest(f"logprobs is {sampling.logprobs}; it must be None or >= 0")
-        total = n + request.max_tokens
-        if total > self.layout.max_positions:
-            raise ContextOverflow(
-                prompt_tokens=n, max_tokens=request.max_tokens, limit=self.layout.max_positions
-            )
-        needed = self.layout.pages_for(total)
-        if needed > self.layout.pages:
-            raise MemoryBudgetExceeded(
-                needed_bytes=needed * self.layout.page_bytes + self.layout.slot_bytes,
-                budget_bytes=self.layout.pages * self.layout.page_bytes + self.layout.slot_bytes,
-                tokens=total,
-            )
-
     def _ask_cancel(self, generation: Generation) -> None:
         with self._wake:
             self._cancelled.append(generation)
@@ -250,7 +178,7 @@ class EngineCore:
     def _take_orders(self) -> bool:
         """Waits for something to do; False when the engine is to stop."""
         if not self._scheduler.decoding:
-            self._wake_consumers()
+            self.wake_consumers()
         with self._wake:
             while not (
                 self._closing
@@ -285,7 +213,7 @@ class EngineCore:
             except Exception as error:  # noqa: BLE001 - the batch's requests carry it as their result
                 self._fail(batch, error)
         for piece in self._scheduler.prefill_pieces():
-            self._wake_consumers()
+            self.wake_consumers()
             try:
                 self._prefill(piece)
             except Exception as error:  # noqa: BLE001 - the request carries it as its result
@@ -321,7 +249,7 @@ class EngineCore:
             self._cache.grow(memory, sequence.length)
             rows.append(self._cache.row(memory, sequence.computed))
             tokens.append(int(sequence.tokens[sequence.length - 1]))
-        self._wake_consumers()
+        self.wake_consumers()
         logits = self.runner.decode(rows, tokens)
         for sequence in batch:
             sequence.computed += 1
@@ -413,7 +341,7 @@ class EngineCore:
         if stopped or sequence.generated == request.max_tokens:
             self._end(sequence, "stop" if stopped else "length")
 
-    def _wake_consumers(self) -> None:
+    def wake_consumers(self) -> None:
         """Called where the model is about to run, which lets go of the interpreter.
 
         Any sooner, consumers would take it from this thread at every call that gives it up for a moment.

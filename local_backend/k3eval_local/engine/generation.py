@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from typing import ClassVar
+from typing import ClassVar, Protocol
 from weakref import WeakKeyDictionary, ref
 
 from k3eval_local.engine.request import GenerationRequest, GenerationResult, TokenEvent
@@ -126,6 +126,16 @@ class Generation:
                 self._waiters.discard(waiter)
 
 
+class MakeGeneration(Protocol):
+    """Makes the handle of an accepted request; `Generation` itself, for one."""
+
+    def __call__(
+        self, request: GenerationRequest, *, submitted_ns: int, on_cancel: Callable[[Generation], None]
+    ) -> Generation:
+        """See `Generation`."""
+        ...
+
+
 class _LoopWaker:
     """Wakes the iterators of one event loop from other threads, with one call into it for all that are due.
 
@@ -158,7 +168,10 @@ class _LoopWaker:
         try:
             if loop is None:
                 return False
-            loop.call_soon_threadsafe(self._fire)
+            if asyncio._get_running_loop() is loop:
+                loop.call_soon(self._fire)
+            else:
+                loop.call_soon_threadsafe(self._fire)
         except RuntimeError:
             return False
         return True

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from k3eval_local.engine.pages import Pages
 from k3eval_local.engine.prefix import TokenArray
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)

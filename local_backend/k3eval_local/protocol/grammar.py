@@ -49,8 +49,10 @@ class SchemaError(ValueError):
 class MessageGrammar:
     """One request's constraint; implements the engine's ``Grammar``. Not shared between requests."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, lark: str) -> None:
         self._matcher = matcher
+        self.lark = lark
+        """What it was compiled from."""
         self._vocab_size = vocab_size
         self._packed = allocate_token_bitmask(1, vocab_size)
 
@@ -111,7 +113,11 @@ class GrammarCompiler:
         matcher = self._matcher(lark)
         if matcher.is_error():
             raise self._blame(conversation, matcher.get_error())
-        return MessageGrammar(matcher.deep_copy(), self._vocab_size)
+        return MessageGrammar(matcher.deep_copy(), self._vocab_size, lark)
+
+    def from_lark(self, lark: str) -> MessageGrammar:
+        """A grammar as another one was when it was made, from its ``lark``."""
+        return MessageGrammar(self._matcher(lark).deep_copy(), self._vocab_size, lark)
 
     def _compile(self, lark: str) -> llguidance.LLMatcher:
         return llguidance.LLMatcher(

@@ -39,7 +39,7 @@ from k3eval_local.protocol.xtml import ConversationError, Prompt, encode
 from k3eval_local.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from k3eval_local.engine.core import EngineStats
+    from k3eval_local.engine.stats import EngineStats
 
 
 class ServedEngine(Protocol):

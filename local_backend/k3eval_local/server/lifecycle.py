@@ -6,6 +6,7 @@ is called from outside; it returns when the server has stopped and everything is
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import logging
@@ -25,24 +26,21 @@ from typing import TYPE_CHECKING
 import uvicorn
 from starlette.types import ASGIApp
 
+from k3eval_local.engine.errors import EngineError
 from k3eval_local.errors import LocalError
 from k3eval_local.model.names import resolve
 from k3eval_local.protocol.chaos import Chaos
 from k3eval_local.protocol.dialects import DIALECTS, AnyDialect, DialectOptions
 from k3eval_local.protocol.prices import Limits
+from k3eval_local.server.remote import RemoteEngine, WorkerOptions
 from k3eval_local.server.settings import MIB, ServerSettings
 from k3eval_local.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import torch
-
-    from k3eval_local.engine import Engine
     from k3eval_local.engine.engine import Kernels
     from k3eval_local.kernels.native.pack import WeightType
 
 _PARENT_POLL_S = 0.5
-_SWITCH_S = 5e-4
-"""The engine's thread and the event loop share the interpreter: neither waits long for the other."""
 
 
 class LaunchError(Exception):
@@ -92,7 +90,6 @@ def launch(options: LaunchOptions) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
     )
-    sys.setswitchinterval(_SWITCH_S)
     if options.parent_pid is not None:
         _follow(options.parent_pid)
     chaos = _chaos(options.chaos)
@@ -104,25 +101,28 @@ def launch(options: LaunchOptions) -> None:
     limits = _limits(dialect, options.tier)
     listener = _bind(options.host, options.port)
     try:
-        weights, tokenizer, engine = _load(options)
-        settings = ServerSettings(
-            dialect=dialect,
-            model=options.model,
-            weights=weights,
-            context_length=min(options.context or engine.layout.max_positions, engine.layout.max_positions),
-            served_names=_names(options, dialect),
-            default_max_tokens=options.default_max_tokens,
-            key=options.key,
-            limits=limits,
-            credit=options.credit,
-            chaos=chaos,
-            silence_s=options.chaos_silence,
-            keep_alive_s=options.keep_alive,
-            max_body_bytes=options.max_body_mib * MIB,
-            structured=not options.free,
-        )
-        gc.freeze()  # what is loaded by now stays: a full collection would hold up every stream for 0.1 s
-        with engine:
+        with _start_engine(options) as engine:
+            from k3eval_local.server import app  # noqa: F401 - while the engine loads
+
+            tokenizer = _wait_ready(engine, options)
+            most = engine.layout.max_positions
+            settings = ServerSettings(
+                dialect=dialect,
+                model=options.model,
+                weights=engine.weights,
+                context_length=min(options.context or most, most),
+                served_names=_names(options, dialect),
+                default_max_tokens=options.default_max_tokens,
+                key=options.key,
+                limits=limits,
+                credit=options.credit,
+                chaos=chaos,
+                silence_s=options.chaos_silence,
+                keep_alive_s=options.keep_alive,
+                max_body_bytes=options.max_body_mib * MIB,
+                structured=not options.free,
+            )
+            gc.freeze()  # what is loaded by now stays: a full collection would hold up every stream
             _serve(settings, tokenizer, engine, listener)
     finally:
         listener.close()
@@ -144,43 +144,40 @@ def _temperature(name: str) -> float:
         raise LaunchError(f"{path} is not usable: {error}") from error
 
 
-def _load(options: LaunchOptions) -> tuple[str, Tokenizer, Engine]:
-    import torch
-
-    from k3eval_local.checkpoint import open_model
-    from k3eval_local.engine import Engine, EngineError
-
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+def _start_engine(options: LaunchOptions) -> RemoteEngine:
     try:
-        found = resolve(options.model)
-        model, weights = open_model(options.model, options.seed)
-        model.eval().to(_device(options.device))
-        tokenizer = Tokenizer.for_checkpoint(
-            found if isinstance(found, Path) else None, model.config.vocab_size, options.tokenizer
-        )
-        engine = Engine(
-            model,
-            memory_budget_bytes=options.memory_mib * MIB,
+        resolve(options.model)
+    except LocalError as error:
+        raise LaunchError(str(error)) from error
+    return RemoteEngine(
+        WorkerOptions(
+            model=options.model,
+            seed=options.seed,
+            tokenizer=options.tokenizer,
+            memory_bytes=options.memory_mib * MIB,
             max_batch=options.max_batch,
+            threads=options.threads,
             kernels=options.kernels,
             weights=options.weights,
-            seed=options.seed,
+            device=options.device,
+            log_level=options.log_level,
         )
-    except (LocalError, EngineError, OSError) as error:
+    )
+
+
+def _wait_ready(engine: RemoteEngine, options: LaunchOptions) -> Tokenizer:
+    found = resolve(options.model)
+    folder = found if isinstance(found, Path) else None
+    try:
+        engine.wait_ready()
+        return Tokenizer.for_checkpoint(folder, engine.layout.vocab_size, options.tokenizer)
+    except (LocalError, EngineError) as error:
         raise LaunchError(str(error)) from error
-    return weights, tokenizer, engine
 
 
-def _device(name: str) -> torch.device:
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise LaunchError("torch finds no CUDA device here; use --device cpu")
-    return torch.device(name)
-
-
-def _serve(settings: ServerSettings, tokenizer: Tokenizer, engine: Engine, listener: socket.socket) -> None:
+def _serve(
+    settings: ServerSettings, tokenizer: Tokenizer, engine: RemoteEngine, listener: socket.socket
+) -> None:
     from k3eval_local.server.app import ChatServer, build_app
     from k3eval_local.server.generate import Generator
 
@@ -195,7 +192,11 @@ def _serve(settings: ServerSettings, tokenizer: Tokenizer, engine: Engine, liste
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
+    def died() -> None:
+        server.should_exit = True
+
     def announce() -> None:
+        engine.attach(asyncio.get_running_loop(), died)
         ready = {
             "event": "ready",
             "base_url": f"http://{shown}:{port}/v1",
@@ -205,7 +206,10 @@ def _serve(settings: ServerSettings, tokenizer: Tokenizer, engine: Engine, liste
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
 
-    Server(build_app(chat), on_ready=announce, on_stop=chat.cancel_all).run(sockets=[listener])
+    server = Server(build_app(chat), on_ready=announce, on_stop=chat.cancel_all)
+    server.run(sockets=[listener])
+    if engine.dead is not None:
+        raise LaunchError(engine.dead)
 
 
 class Server(uvicorn.Server):
