@@ -126,9 +126,9 @@ def rate_cells(passed: int, total: int) -> tuple[str, str, str, str]:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table between empty lines."""
+    """A Markdown table after an empty line."""
     every = [head, ["---"] * len(head), *rows]
-    return ["", *(f"| {' | '.join(cells)} |" for cells in every), ""]
+    return ["", *(f"| {' | '.join(cells)} |" for cells in every)]
 
 
 RATE = ("passed", "n", "rate", "95 %")
@@ -152,6 +152,7 @@ def report(replayed: Sequence[dict[str, Any]], lived: dict[str, Any] | None) -> 
         lines += grid(
             ("kind of bug", *RATE), ((k, *rate_cells(*count)) for k, count in lived["kinds"].items())
         )
+        lines.append("")
     lines += [
         "Replay pass rate: the share of conversations whose every turn greedy writing reproduces exactly,",
         "from one parallel pass. Up to rounding it bounds the live rate from below: another right way, or a",
@@ -166,7 +167,7 @@ def report(replayed: Sequence[dict[str, Any]], lived: dict[str, Any] | None) -> 
     for row in replayed:
         if row["part"]["shape"] == "plain" and row["kinds"]:
             kinds = ((kind, *rate_cells(rate["passed"], rate["n"])) for kind, rate in row["kinds"].items())
-            lines += ["`plain` by kind of bug, replay:", *grid(("kind of bug", *RATE), kinds)]
+            lines += ["", "`plain` by kind of bug, replay:", *grid(("kind of bug", *RATE), kinds)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -178,7 +178,7 @@ def generated_folders(n: int, seed: int, out: Path, shape: str = "plain") -> tup
     if shape not in single:
         raise UsageError(f"no shape is called {shape!r}; there are {', '.join(single)}")
     try:
-        return generate_tasks(n, seed, out, shape=single[shape], label=shape.replace("plain", ""))
+        return generate_tasks(n, seed, out, shape=single[shape], label="" if shape == "plain" else shape)
     except OSError as error:
         raise UsageError(f"cannot write tasks to {out}: {error.strerror}; choose another folder") from None
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -158,7 +159,7 @@ def run(wire: Wire) -> None:
             if message.grammar is not None:
                 text = message.grammar
                 grammar = OrdinaryTokens(tokenizer) if text == ORDINARY else compiler.from_lark(text)
-            request = GenerationRequest(**{**vars(message.request), "grammar": grammar})
+            request = replace(message.request, grammar=grammar)
             engine.submit(request, partial(_Outgoing, message.key, outbox))
         elif isinstance(message, Cancel):
             running = outbox.running.get(message.key)
