@@ -37,7 +37,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Monotonic nanoseconds of the attempt that answered, stamped when the socket was read."""
+    """Monotonic nanoseconds of the attempt that answered, stamped where the socket was waited for."""
 
     sent_ns: int
     first_token_ns: int | None
@@ -50,7 +50,9 @@ class Timing:
     """Generated characters in the first such event."""
     total_chars: int = 0
     arrivals: int = 0
-    """Socket reads that brought such events; events of one read share a stamp. 0 = not counted."""
+    """How often such events had to be waited for; those that came together share a stamp. 0 = not counted."""
+    largest_burst: int = 0
+    """Most such events under one stamp: many of them mean that the reader was late, not the host fast."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Reply:
     last_token_ns: int | None = None
     token_events: int = 0
     arrivals: int = 0
+    largest_burst: int = 0
     first_event_chars: int = 0
     total_chars: int = 0
     raw: Mapping[str, JsonValue] = field(default_factory=dict, repr=False)
@@ -254,9 +255,9 @@ class StreamDecoder:
     """Full decoder of one streamed reply: typed events out, the whole reply at the end."""
 
     __slots__ = (
-        "_builder", "_done", "_ended", "_events", "_finish", "_id", "_model", "_raw", "_served_by", "_sse",
-        "_usage", "arrivals",
-        "error", "first_event_chars", "first_token_ns", "last_token_ns", "token_events", "total_chars",
+        "_builder", "_burst", "_done", "_ended", "_events", "_finish", "_id", "_model", "_raw", "_served_by",
+        "_sse", "_usage", "arrivals", "error", "first_event_chars", "first_token_ns", "largest_burst",
+        "last_token_ns", "token_events", "total_chars",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -276,6 +277,7 @@ class StreamDecoder:
         self.last_token_ns: int | None = None
         self.token_events = 0
         self.arrivals = 0
+        self.largest_burst = self._burst = 0
         self.first_event_chars = 0
         self.total_chars = 0
 
@@ -327,6 +329,7 @@ class StreamDecoder:
             last_token_ns=self.last_token_ns,
             token_events=self.token_events,
             arrivals=self.arrivals,
+            largest_burst=self.largest_burst,
             first_event_chars=self.first_event_chars,
             total_chars=self.total_chars,
             raw=self._raw,
@@ -380,6 +383,10 @@ class StreamDecoder:
                 self.first_event_chars = chars
             if at_ns != self.last_token_ns:
                 self.arrivals += 1
+                self._burst = 0
+            self._burst += 1
+            if self._burst > self.largest_burst:
+                self.largest_burst = self._burst
             self.last_token_ns = at_ns
             self.token_events += 1
             self.total_chars += chars

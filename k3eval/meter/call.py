@@ -52,6 +52,8 @@ UNKNOWN_OUTPUT: Final = 131_072
 """Output tokens assumed where neither caller nor price row states a cap: the first party's default."""
 GAP: Final = Decimal("0.02")
 _NS: Final = 1_000_000_000
+_BUFFERED_NS: Final = 50_000
+"""Bytes that are handed over within this time were not waited for."""
 
 
 class Call:
@@ -211,6 +213,8 @@ class Try:
         limits = call.context.timeouts
         first_limit_s = 86_400.0 if limits is None else min(limits.first_token, limits.total)
         self._next_check_ns = self.sent_ns + int(first_limit_s * _NS)
+        self._asked_ns = self.sent_ns
+        self._arrived_ns = 0
 
     def began(self, status: int, headers: httpx.Headers) -> None:
         """Take the reply's first line and headers."""
@@ -229,14 +233,24 @@ class Try:
             raise TransportError(f"no complete reply within {limits.total:g} s", request=self.call.summary)
         return data
 
+    def asked(self) -> None:
+        """Note that the reader asks for the next bytes now."""
+        self._asked_ns = time.monotonic_ns()
+
     def feed(self, data: bytes) -> None:
-        """Take bytes of a stream as they arrive. ``TransportError`` when a time limit has passed."""
+        """Take bytes of a stream. ``TransportError`` when a time limit has passed.
+
+        Bytes that were there when they were asked for had come before: they keep the stamp of those before
+        them. So a reader that was slow, or stopped for a while, sees one burst and not many arrivals.
+        """
         now = time.monotonic_ns()
         observer = self.observer
         if observer is None:
             return
+        if now - self._asked_ns > _BUFFERED_NS or not self._arrived_ns:
+            self._arrived_ns = now
         try:
-            observer.feed(data, now)
+            observer.feed(data, self._arrived_ns)
         except ProtocolError as error:
             if self.call.typed:
                 self._settle(now, observer.reply(self.headers), "broken stream")
@@ -353,6 +367,7 @@ class Try:
             reply.first_event_chars,
             reply.total_chars,
             reply.arrivals,
+            reply.largest_burst,
         )
         if reply.error is not None or reply.raw_finish_reason == "error":
             raise self._failed(reply, now)

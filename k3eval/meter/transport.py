@@ -266,19 +266,22 @@ class _Stream(httpx.SyncByteStream):
         """Read until the first event; a stream that begins with an error can still be tried again."""
         for chunk in self._chunks:
             self._attempt.feed(chunk)
+            self._attempt.asked()
             self._held.append(chunk)
             if self._attempt.begun:
                 break
         self._attempt.first_error(b"".join(self._held))
 
     def __iter__(self) -> Iterator[bytes]:
-        feed = self._attempt.feed
+        feed, asked = self._attempt.feed, self._attempt.asked
         try:
             yield from self._held
             self._held.clear()
+            asked()
             for chunk in self._chunks:
                 feed(chunk)
                 yield chunk
+                asked()
             self._attempt.ended()
         except _IO_ERRORS as error:
             known = self._call.broken(self._attempt, error)
@@ -402,20 +405,23 @@ class _AsyncStream(httpx.AsyncByteStream):
     async def peek(self) -> None:
         async for chunk in self._chunks:
             self._attempt.feed(chunk)
+            self._attempt.asked()
             self._held.append(chunk)
             if self._attempt.begun:
                 break
         self._attempt.first_error(b"".join(self._held))
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        feed = self._attempt.feed
+        feed, asked = self._attempt.feed, self._attempt.asked
         try:
             for chunk in self._held:
                 yield chunk
             self._held.clear()
+            asked()
             async for chunk in self._chunks:
                 feed(chunk)
                 yield chunk
+                asked()
             self._attempt.ended()
         except _IO_ERRORS as error:
             known = self._call.broken(self._attempt, error)

@@ -87,6 +87,12 @@ def test_text_in_few_bursts_measures_nothing() -> None:
     assert decode_sample(enough, usage()).void_reason is None
 
 
+def test_text_mostly_in_one_burst_measures_the_reader_and_is_void() -> None:
+    late, fine = (replace(timing(), arrivals=40, largest_burst=n) for n in (26, 25))
+    assert decode_sample(late, usage()).void_reason == "26 of 100 events arrived in one burst"
+    assert decode_sample(fine, usage()).void_reason is None
+
+
 def test_sixteen_tokens_are_enough() -> None:
     assert decode_sample(timing(events=16), usage(16)).seconds_per_token == pytest.approx(0.99 / 15)
 

@@ -19,6 +19,9 @@ MIN_OUTPUT_TOKENS = 16
 MIN_ARRIVALS = 8
 """Below this, events came in so few bursts that the first and last burst decide the figure."""
 
+MAX_BURST_SHARE = 0.25
+"""A larger share of the events in one burst means that the reader was held up; the figure is then its own."""
+
 BUNDLED_BELOW = 0.9
 """With fewer events than this share of the output tokens, events carry several tokens each."""
 
@@ -30,7 +33,8 @@ def decode_sample(timing: Timing, usage: Usage | None) -> DecodeSample:
     never a role-only delta), ``n`` the billed output tokens with reasoning, ``c`` the billed prompt tokens,
     cached or not. ``n_first``, the tokens of the first event, is 1 where events match tokens, else its share
     of the text (``bundled``). Void with a reason: no usage, no token-bearing event, a single event, all
-    events in one packet, text in fewer than ``MIN_ARRIVALS`` bursts, or fewer than ``MIN_OUTPUT_TOKENS``.
+    events in one packet, text in fewer than ``MIN_ARRIVALS`` bursts, more than ``MAX_BURST_SHARE`` of it in
+    one of them, or fewer than ``MIN_OUTPUT_TOKENS``.
     """
     first, last = timing.first_token_ns, timing.last_token_ns
     ttft_s = None if first is None else (first - timing.sent_ns) / 1e9
@@ -70,6 +74,8 @@ def _void_reason(timing: Timing, usage: Usage | None) -> str | None:
         return "all events arrived at once"
     if 0 < timing.arrivals < MIN_ARRIVALS:
         return f"text arrived in only {timing.arrivals} bursts"
+    if timing.largest_burst > MAX_BURST_SHARE * timing.token_events:
+        return f"{timing.largest_burst} of {timing.token_events} events arrived in one burst"
     return None
 
 
