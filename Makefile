@@ -17,6 +17,7 @@ engine: setup ## make sure that a Docker engine answers and the base image is th
 	@$(BIN)/python -m k3eval_harness.sandbox.base_image
 
 demo: engine ## run real coding tasks end to end: oracle, nop, and the k3 agent on the local backend
+	@scripts/ensure-compiler.sh --if-possible
 	@scripts/demo.sh
 
 test: lint engine ## check style, types and imports, then run every test

@@ -13,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from k3eval_harness.cli.app import COMMAND_MODULES, app
+from k3eval_harness.cli.doctor import torch_checks
+from k3eval_local.kernels.native import build
 
 HEAVY = ("torch", "docker", "pandas", "openai", "numpy", "scipy", "httpx", "rich", "k3eval_local")
 CHECKOUT = Path(__file__).parents[2]
@@ -224,8 +226,19 @@ def test_doctor_never_shows_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checks["key for openrouter"]["status"] == "note"
     assert checks["engine"]["status"] == "missing"
     assert "torch" in checks["local backend"]["detail"]
+    assert checks["native step"]["status"] in ("ok", "note")
     assert done.exit_code == 3
     assert done.stderr.strip() == "k3eval: needed and missing: engine"
+
+
+def test_doctor_says_why_there_is_no_native_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise build.NativeUnavailable("no C compiler (cc) on PATH")
+
+    monkeypatch.setattr(build, "load", load)
+    (found,) = [check for check in torch_checks() if check.name == "native step"]
+    assert found.status == "note"
+    assert found.detail.startswith("no C compiler (cc) on PATH; local models run on plain torch")
 
 
 @pytest.mark.docker

@@ -93,3 +93,16 @@ def test_an_engine_that_runs_is_used(checkout: Path) -> None:
     done = run(checkout, "scripts/ensure-docker.sh")
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"==> Docker engine \S+ answers\n", done.stdout)
+
+
+def test_a_missing_compiler_stops_only_what_needs_one(checkout: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"  # a PATH without a compiler and without apt-get
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(f"/bin/{name}" if Path(f"/bin/{name}").exists() else f"/usr/bin/{name}")
+    needed = run(checkout, "/bin/bash", "scripts/ensure-compiler.sh", PATH=str(tools))
+    assert needed.returncode == 3
+    assert "no C compiler on PATH" in needed.stderr
+    welcome = run(checkout, "/bin/bash", "scripts/ensure-compiler.sh", "--if-possible", PATH=str(tools))
+    assert (welcome.returncode, welcome.stderr) == (0, "")
+    assert "plain torch" in welcome.stdout

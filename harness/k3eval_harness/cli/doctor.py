@@ -124,11 +124,23 @@ def torch_checks() -> Iterator[Check]:
         yield Check("local backend", "note", f"torch cannot be loaded: {' '.join(str(error).split())}")
         return
     yield Check("local backend", "ok", f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+    yield _native_step()
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
         yield Check("GPU", "ok", f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB")
     else:
         yield Check("GPU", "note", "none that torch can use; local models run on the CPU")
+
+
+def _native_step() -> Check:
+    """Builds it where that has not been done yet, in a few seconds."""
+    from k3eval_local.kernels.native.build import NativeUnavailable, load
+
+    try:
+        return Check("native step", "ok", f"built for {load().isa}")
+    except NativeUnavailable as error:
+        reason = " ".join(str(error).split())
+        return Check("native step", "note", f"{reason}; local models run on plain torch, which is slower")
 
 
 def _disk(client: DockerClient) -> Check:
