@@ -157,7 +157,7 @@ def test_a_server_whose_engine_dies_says_so_and_ends() -> None:
         assert b'"error"' in rest
         assert b'"finish_reason":"stop"' not in rest
         out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (2, "")
+    assert (process.returncode, out) == (3, "")
     assert err.splitlines()[-1].startswith("k3eval: the engine's process ended")
     assert in_session(process.pid) == []
 

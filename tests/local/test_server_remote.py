@@ -145,6 +145,13 @@ def test_when_it_is_killed_everybody_is_told() -> None:
     attached(RemoteEngine(options()), act)
 
 
+def test_when_it_is_killed_while_it_loads_that_is_no_refusal() -> None:
+    with RemoteEngine(options()) as engine:
+        engine._process.kill()
+        with pytest.raises(EngineClosed, match="killed by SIGKILL"):
+            engine.wait_ready()
+
+
 def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
     with RemoteEngine(options("nonesuch")) as engine, pytest.raises(EngineError, match="nonesuch"):
         engine.wait_ready()

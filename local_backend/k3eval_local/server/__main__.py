@@ -31,10 +31,10 @@ class _Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-def fail(message: str) -> NoReturn:
-    """Print one line on stderr and end with exit code 2."""
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Print one line on stderr and end with this exit code."""
     sys.stderr.write(f"k3eval: {' '.join(message.split())}\n")
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -162,7 +162,10 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m k3eval_local.server") -> None:
-    """Run the server until it is told to stop. Raises SystemExit with code 2 for what cannot work."""
+    """Run the server until it is told to stop.
+
+    Raises SystemExit: code 2 for what cannot work, 3 when the engine's process has ended by itself.
+    """
     options = parser(prog).parse_args(argv)
     try:
         credit = Decimal(options.credit)
@@ -175,7 +178,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m k3eval_local.
     try:
         launch(LaunchOptions(**values))
     except LaunchError as error:
-        fail(str(error))
+        fail(str(error), error.code)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 from starlette.types import ASGIApp
 
-from k3eval_local.engine.errors import EngineError
+from k3eval_local.engine.errors import EngineClosed, EngineError
 from k3eval_local.errors import LocalError
 from k3eval_local.model.names import resolve
 from k3eval_local.protocol.chaos import Chaos
@@ -45,6 +45,15 @@ _PARENT_POLL_S = 0.5
 
 class LaunchError(Exception):
     """The server cannot start; one line says why and what to do."""
+
+    code = 2
+    """The program's exit code: something about its arguments."""
+
+
+class EngineDied(LaunchError):
+    """The engine's process ended by itself, while it loaded or later."""
+
+    code = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,7 @@ def launch(options: LaunchOptions) -> None:
 
     Raises:
         LaunchError: an option, the model or the port cannot be used.
+        EngineDied: the engine's process ended by itself.
     """
     logging.basicConfig(
         stream=sys.stderr, level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
@@ -171,6 +181,8 @@ def _wait_ready(engine: RemoteEngine, options: LaunchOptions) -> Tokenizer:
     try:
         engine.wait_ready()
         return Tokenizer.for_checkpoint(folder, engine.layout.vocab_size, options.tokenizer)
+    except EngineClosed as error:
+        raise EngineDied(str(error)) from error
     except (LocalError, EngineError) as error:
         raise LaunchError(str(error)) from error
 
@@ -209,7 +221,7 @@ def _serve(
     server = Server(build_app(chat), on_ready=announce, on_stop=chat.cancel_all)
     server.run(sockets=[listener])
     if engine.dead is not None:
-        raise LaunchError(engine.dead)
+        raise EngineDied(engine.dead)
 
 
 class Server(uvicorn.Server):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import signal
 import socket
 import struct
 import subprocess
@@ -141,11 +142,12 @@ class RemoteEngine:
 
         Raises:
             EngineError: it cannot be; one line says why.
+            EngineClosed: its process ended without a word.
         """
         try:
             first = self._wire.receive()
         except (EOFError, OSError):
-            first = Failed(f"the engine's process ended with exit code {self._process.wait()}")
+            raise EngineClosed(_ended(self._process.wait())) from None
         if not isinstance(first, Ready):
             raise EngineError(first.reason if isinstance(first, Failed) else f"the worker sent {first!r}")
         self.layout, self.weights, self._stats = first.layout, first.weights, first.stats
@@ -219,8 +221,7 @@ class RemoteEngine:
                 generation.finish(result)
 
     def _died(self) -> None:
-        code = self._process.poll()
-        self._lose(f"the engine's process ended{'' if code is None else f' with exit code {code}'}")
+        self._lose(_ended(self._process.poll()))
         self._on_death()
 
     def _lose(self, reason: str) -> None:
@@ -235,6 +236,17 @@ class RemoteEngine:
             generation.finish(GenerationResult((), "error", 0, 0, 0, 0, (), error=reason))
         self._live.clear()
         self._keys.clear()
+
+
+def _ended(code: int | None) -> str:
+    """``code`` as `subprocess.Popen` has it."""
+    if code is None:
+        how = ""
+    elif code < 0:
+        how = f": it was killed by {signal.Signals(-code).name}"
+    else:
+        how = f" with exit code {code}"
+    return f"the engine's process ended{how}"
 
 
 def _text(request: GenerationRequest) -> str | None:
