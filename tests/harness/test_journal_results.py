@@ -177,6 +177,10 @@ def test_a_job_reads_back_with_and_without_its_summary(tmp_path: Path) -> None:
     layout = JobLayout(tmp_path)
     with pytest.raises(UsageError, match=r"no job\.json and no trial"):
         load_job(tmp_path)
+    layout.lock_json.write_text('{"trials": [{}, {}]}')
+    with pytest.raises(UsageError, match="before any of its 2 trials did"):
+        load_job(tmp_path)
+    layout.lock_json.unlink()
     write_json(layout.trial("t1").trial_json, trial("a"))
     loaded = load_job(tmp_path)
     assert loaded.summary is None

@@ -39,9 +39,12 @@ def load_job(folder: Path) -> LoadedJob:
             key=lambda record: (record.finished_at, record.trial_id),
         )
     )
+    planned = summary.planned if summary else _planned(layout, len(trials))
     if summary is None and not trials:
+        if planned:
+            raise UsageError(f"{folder}: this job ended before any of its {planned} trials did; run it again")
         raise UsageError(f"{folder}: no job.json and no trial here; give a folder below results/runs")
-    return LoadedJob(folder, summary, trials, summary.planned if summary else _planned(layout, len(trials)))
+    return LoadedJob(folder, summary, trials, planned)
 
 
 def _planned(layout: JobLayout, least: int) -> int:
