@@ -36,7 +36,7 @@ from k3eval_local.model.accounting import sequence_bytes
 from k3eval_local.model.config import K3Config
 
 STREAMS = (8, 16, 64)
-OUTPUT = 256
+OUTPUT = 512
 """Tokens of each stream."""
 _READ_S = 0.002
 """Between two looks of the client."""
