@@ -1,6 +1,6 @@
 #!/bin/bash
 # ensure-compiler.sh [--if-possible]: make sure that a C compiler is there, for the local backend's native step.
-# k3eval itself runs without one, some four times slower (the step is then plain torch); its tests need one.
+# k3eval itself runs without one, many times slower (the step is then plain torch); its tests need one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # shellcheck source=scripts/lib.sh

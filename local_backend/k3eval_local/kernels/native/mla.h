@@ -7,6 +7,8 @@
 
 #define KB 64    /* tokens of a key block: NR on AVX-512, two panels on AVX2 */
 #define GMAX 48  /* query rows (token, head) of a tile */
+#define LINE 16  /* floats of a cache line */
+#define AHEAD 2  /* key blocks between what is read and what is fetched */
 
 typedef struct {
     const float *base;   /* the layer's pages */
@@ -52,13 +54,17 @@ static void transpose_block(const float *rows, int count, int W, float *kt) {
     }
 }
 
-/* o [R, r] = o * corr + p [R, KB] rows[:, :r], a column block of V vectors. */
+/* o [R, r] = o * corr + p [R, KB] rows[:, :r], a column block of V vectors. Where `ahead` is set, the block there
+ * is fetched into the second-level cache row by row meanwhile: left alone, the processor reads a long cache at a
+ * tenth of its memory's speed, and all of a block at once would fill its queue. */
 INLINE void values(int R, int V, const float *p, const float *rows, int count, int W, const float *corr, float *o,
-                   long ldo) {
+                   long ldo, const float *ahead) {
     vf a[MR][NV];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < V; v++) a[r][v] = vload(o + r * ldo + v * VW) * vset(corr[r]);
     for (int j = 0; j < count; j++) {
+        if (ahead)
+            for (int c = 0; c < W; c += LINE) _mm_prefetch((const char *)(ahead + (long)j * W + c), _MM_HINT_T1);
         vf b[NV];
         for (int v = 0; v < V; v++) b[v] = vload(rows + (long)j * W + v * VW);
         for (int r = 0; r < R; r++) {
@@ -71,11 +77,11 @@ INLINE void values(int R, int V, const float *p, const float *rows, int count, i
 }
 
 INLINE void values_rows(int R, const float *p, const float *rows, int count, int W, int r, const float *corr,
-                        float *o, long ldo) {
+                        float *o, long ldo, const float *ahead) {
     int c = 0;
-    for (; c + 4 * VW <= r; c += 4 * VW) values(R, 4, p, rows + c, count, W, corr, o + c, ldo);
-    for (; c + 2 * VW <= r; c += 2 * VW) values(R, 2, p, rows + c, count, W, corr, o + c, ldo);
-    for (; c < r; c += VW) values(R, 1, p, rows + c, count, W, corr, o + c, ldo);
+    for (; c + 4 * VW <= r; c += 4 * VW) values(R, 4, p, rows + c, count, W, corr, o + c, ldo, c ? NULL : ahead);
+    for (; c + 2 * VW <= r; c += 2 * VW) values(R, 2, p, rows + c, count, W, corr, o + c, ldo, c ? NULL : ahead);
+    for (; c < r; c += VW) values(R, 1, p, rows + c, count, W, corr, o + c, ldo, c ? NULL : ahead);
 }
 
 /* G query rows q [G, W] (already scaled), row g may see the cache positions < limit[g], against the key range
@@ -122,18 +128,20 @@ static void attend(const float *q, int G, const int64_t *limit, const Cache *cac
             l[g] = l[g] * corr[g] + vsum(sum);
             m[g] = mn;
         }
-        for (int g = 0; g < G; g += MR) {
+        /* no matter if that block lies in pieces: a fetch in vain does no harm */
+        const float *ahead = at + AHEAD * KB < to ? cache_row(cache, at + AHEAD * KB) : NULL;
+        for (int g = 0; g < G; g += MR, ahead = NULL) {
             int R = G - g < MR ? G - g : MR;
             const float *sg = s + g * KB;
             float *og = o + (long)g * r;
             switch (R) {
-            case 1: values_rows(1, sg, rows, count, W, r, corr + g, og, r); break;
-            case 2: values_rows(2, sg, rows, count, W, r, corr + g, og, r); break;
-            case 3: values_rows(3, sg, rows, count, W, r, corr + g, og, r); break;
+            case 1: values_rows(1, sg, rows, count, W, r, corr + g, og, r, ahead); break;
+            case 2: values_rows(2, sg, rows, count, W, r, corr + g, og, r, ahead); break;
+            case 3: values_rows(3, sg, rows, count, W, r, corr + g, og, r, ahead); break;
 #if MR > 3
-            case 4: values_rows(4, sg, rows, count, W, r, corr + g, og, r); break;
-            case 5: values_rows(5, sg, rows, count, W, r, corr + g, og, r); break;
-            case 6: values_rows(6, sg, rows, count, W, r, corr + g, og, r); break;
+            case 4: values_rows(4, sg, rows, count, W, r, corr + g, og, r, ahead); break;
+            case 5: values_rows(5, sg, rows, count, W, r, corr + g, og, r, ahead); break;
+            case 6: values_rows(6, sg, rows, count, W, r, corr + g, og, r, ahead); break;
 #endif
             }
         }
