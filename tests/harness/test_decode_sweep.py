@@ -39,6 +39,10 @@ class KnownModel:
     fails: Callable[[int], K3EvalError | None] = lambda tokens: None
     seen: set[str] = field(default_factory=set)
     asked: list[int] = field(default_factory=list)
+    most: int | None = None
+
+    def limit(self) -> int | None:
+        return self.most
 
     def count(self, text: str) -> int:
         return words(text)
@@ -185,6 +189,15 @@ def test_a_context_that_is_too_short_is_refused_before_the_first_call() -> None:
     with pytest.raises(UsageError, match="a context of 16 tokens is too short"):
         run_sweep(plan, [model], CORPUS, lambda call: None)
     assert model.asked == []
+
+
+def test_a_context_that_a_model_does_not_take_is_refused_before_the_first_call() -> None:
+    model, other = KnownModel("m", 0.01, 0.0, most=16_384 + 64), KnownModel("o", 0.01, 0.0, most=16_384 + 63)
+    with pytest.raises(UsageError, match="16384 and 64 output tokens are more than the 16447 that o takes"):
+        sweep(model, other)
+    assert model.asked == other.asked == []
+    other.most += 1
+    assert len(sweep(model, other)) == 36
 
 
 def test_a_wrong_key_or_a_spent_budget_ends_the_sweep() -> None:

@@ -161,7 +161,7 @@ def _served(reference: ModelRef, seed: int, meter: Meter) -> Iterator[tuple[Live
         info = ModelInfo(
             name=str(reference), provider=at.provider, model=at.model, base_url=at.base_url, weights=weights
         )
-        yield LiveModel(str(reference), client, reference.provider, seed), info
+        yield LiveModel(str(reference), client, reference, seed), info
 
 
 @contextmanager

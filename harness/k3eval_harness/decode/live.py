@@ -24,12 +24,25 @@ FORCES_LENGTH = ("local", "compatible")
 class LiveModel:
     """One model under measurement."""
 
-    def __init__(self, name: str, client: K3, provider: str, seed: int) -> None:
+    def __init__(self, name: str, client: K3, reference: ModelRef, seed: int) -> None:
+        provider = reference.provider
         self.name = name
+        self._model = reference.model
         self._client = client
         self._seed = seed
         self._forced = provider in FORCES_LENGTH
         self._timings = provider == "local"
+
+    def limit(self) -> int | None:
+        """The model's context in the host's list; None where there is no such list or no such entry."""
+        from k3eval import K3EvalError
+
+        try:
+            offered = self._client.models()
+        except K3EvalError:  # what is wrong shows in the calls
+            return None
+        own = (each.context for each in offered if each.id.lower() == self._model.lower())
+        return next(own, None)
 
     def count(self, text: str) -> int:
         """Prompt tokens by the host's own count where it offers one, else by the SDK's estimate."""

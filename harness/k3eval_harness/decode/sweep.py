@@ -17,6 +17,7 @@ from k3eval.errors import AuthenticationError, BudgetExceededError, ConfigError,
 from k3eval_harness.decode.corpus import Corpus
 from k3eval_harness.decode.prompts import FittedPrompt, fit_prompt
 from k3eval_harness.decode.records import CacheState, ServerTiming, SweepCall
+from k3eval_harness.errors import UsageError
 from k3eval_harness.results.schema import Costs, DecodeSample, TokenCounts
 
 WARM_UP_TOKENS = 512
@@ -40,6 +41,9 @@ class SweepModel(Protocol):
     @property
     def name(self) -> str:
         """As on the command line."""
+
+    def limit(self) -> int | None:
+        """Tokens that prompt and reply may have together, where the host says so."""
 
     def count(self, text: str) -> int:
         """Prompt tokens of a request whose one user message is ``text``."""
@@ -73,11 +77,17 @@ def run_sweep(
 
     A failing call is recorded and the sweep goes on. What would fail again ends it: a wrong key or
     configuration, a spent budget (AuthenticationError, ConfigError, BudgetExceededError), and before the
-    first call a context that is too short (UsageError).
+    first call a context that is too short, or longer than a model's (UsageError).
     """
     calls: list[SweepCall] = []
     prompts = _Prompts(plan, corpus)
-    for model in models:  # a context that is too short must show before the first call
+    for model in models:
+        limit, longest = model.limit(), max(plan.contexts)
+        if limit is not None and longest + plan.output_tokens > limit:
+            raise UsageError(
+                f"a context of {longest} and {plan.output_tokens} output tokens are more than the {limit} "
+                f"that {model.name} takes; give shorter --contexts"
+            )
         prompts.fit(model, min(plan.contexts), 0)
     for model in models:
         model.ask(prompts.fit(model, WARM_UP_TOKENS, -1).text, plan.output_tokens)
