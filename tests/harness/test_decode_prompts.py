@@ -45,6 +45,14 @@ def test_bad_contexts_are_refused(text: str) -> None:
         parse_contexts(text)
 
 
+@pytest.mark.parametrize("text", ["17m", "16777217", "4k,99999999999999999999", "9" * 5000, "9" * 5000 + "k"])
+def test_absurd_contexts_are_refused(text: str) -> None:
+    assert parse_contexts("16m,0016777216") == (16_777_216,)
+    with pytest.raises(UsageError, match="more than 16777216 tokens") as caught:
+        parse_contexts(text)
+    assert len(caught.value.message) < 100
+
+
 @pytest.mark.parametrize("target", [128, 1000, 4096, 20_000])
 def test_a_prompt_has_exactly_the_length_asked_for(target: int) -> None:
     asked: list[int] = []

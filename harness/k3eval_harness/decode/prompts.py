@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from k3eval_harness.decode.corpus import Corpus
 from k3eval_harness.errors import UsageError
 
+MAX_CONTEXT = 16 * 1024 * 1024
+"""Longest context that can be asked for, in tokens: 16 times the longest of K3."""
+
 MAX_PROBES = 40
 """Counts asked for per prompt at most; five to eight are usual."""
 
@@ -37,18 +40,23 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     """Read ``4k,32k`` as token counts; ``1k`` is 1,024 and ``1m`` is 1,048,576.
 
     Raises:
-        UsageError: an entry that is no positive whole number with an optional ``k`` or ``m``.
+        UsageError: an entry that is no positive whole number with an optional ``k`` or ``m``, or is more
+            than ``MAX_CONTEXT``.
     """
     contexts: list[int] = []
     for entry in text.split(","):
         number = entry.strip().lower()
         scale = {"k": 1024, "m": 1024 * 1024}.get(number[-1:], 1)
         digits = number[:-1] if scale > 1 else number
-        if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
+        if not (digits.isascii() and digits.isdigit()) or not digits.strip("0"):
             raise UsageError(
-                f"--contexts: {entry.strip()!r} is no length; write for example 4k,32k (1k = 1024)"
+                f"--contexts: {entry.strip()[:40]!r} is no length; write for example 4k,32k (1k = 1024)"
             )
-        contexts.append(int(digits) * scale)
+        size = digits.lstrip("0")
+        # int() itself refuses thousands of digits
+        if len(size) > len(str(MAX_CONTEXT)) or int(size) * scale > MAX_CONTEXT:
+            raise UsageError(f"--contexts: {entry.strip()[:40]!r} is more than {MAX_CONTEXT} tokens")
+        contexts.append(int(size) * scale)
     return tuple(sorted(set(contexts)))
 
 
