@@ -36,6 +36,28 @@ def loaded_after(arguments: list[str]) -> set[str]:
     return set(json.loads(done.stderr.splitlines()[-1]))
 
 
+@pytest.mark.parametrize("text", ["", " "])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "run --task repo-fix-mini --agent nop",
+        "tasks generate",
+        "tasks episodes",
+        "bench decode",
+        "report .",
+        "model init --config a",
+        "model logits a --ids x",
+        "model convert a --to fp32",
+    ],
+)
+def test_an_empty_out_is_refused_by_every_command(command: str, text: str) -> None:
+    done = CliRunner().invoke(app, [*command.split(), "--out", text])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--out" in done.stderr
+    assert "a path is needed" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["run", "--help"], ["tasks", "--help"], ["bench", "--help"]]
 )

@@ -23,7 +23,9 @@ from k3eval_harness.launcher import local_server
     [
         ("--contexts four", "--contexts: 'four' is no length"),
         ("--contexts 0", "--contexts: '0' is no length"),
+        ("--contexts 99999999999999999999", "is more than 16777216 tokens"),
         ("--repeats 0", "--repeats must be 1 or more, not 0"),
+        ("--repeats 99999999999999", "--repeats must be 10000 or less"),
         ("--output-tokens 15", "--output-tokens must be 16 or more, not 15"),
         ("--model a --model b --model c", "--model can be given twice at most, not 3 times"),
         ("--model a --model A", "--model names local/a twice"),

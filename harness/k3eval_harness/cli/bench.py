@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, help_without_command, one_line_errors, print_json
+from k3eval_harness.cli.common import (
+    Exit,
+    fail,
+    help_without_command,
+    one_line_errors,
+    out_option,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from k3eval import Meter, ModelRef
@@ -27,6 +34,7 @@ if TYPE_CHECKING:
     from k3eval_harness.results.schema import ModelInfo
 
 INTERRUPTED = "interrupted"
+MAX_REPEATS = 10_000
 MAX_FAILED = 0.1
 """Share of calls that may fail; as with the trials of a run, more is no measurement."""
 
@@ -56,7 +64,7 @@ def decode(
         str, typer.Option(help="Installed package whose sources fill the prompts.")
     ] = "pandas",
     max_cost: Annotated[str | None, typer.Option(help="Money cap of the sweep, in USD.")] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write, and a table beside it (.md).")] = None,
+    out: Annotated[Path | None, out_option("JSON file to write, and a table beside it (.md).")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")] = False,
 ) -> None:
     """Measure TTFT, seconds per token and the cost of 1,000 tokens at each context length."""
@@ -188,6 +196,8 @@ def _check(repeats: int, output_tokens: int, models: Sequence[str], seed: int, o
 
     if repeats < 1:
         raise UsageError(f"--repeats must be 1 or more, not {repeats}")
+    if repeats > MAX_REPEATS:
+        raise UsageError(f"--repeats must be {MAX_REPEATS} or less, not {repeats}")
     if output_tokens < MIN_OUTPUT_TOKENS:
         raise UsageError(f"--output-tokens must be {MIN_OUTPUT_TOKENS} or more, not {output_tokens}")
     if not 0 <= seed < MAX_SEED:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -33,6 +35,17 @@ def fail(message: str, code: Exit = Exit.USAGE) -> typer.Exit:
 def note(message: str) -> None:
     """Print one line on stderr that asks for attention and stops nothing."""
     print(f"k3eval: note: {' '.join(message.split())}", file=sys.stderr)  # noqa: T201 - see above
+
+
+def out_option(help_text: str) -> Any:  # typer's own options have no better type
+    """The option ``--out``: a path, never the empty text, which would mean the current folder."""
+    return typer.Option("--out", help=help_text, parser=_out_path, metavar="PATH")
+
+
+def _out_path(text: str | Path) -> Path:
+    if not str(text).strip():
+        raise typer.BadParameter("a path is needed, not an empty text")
+    return Path(text)
 
 
 def help_without_command(context: typer.Context) -> None:

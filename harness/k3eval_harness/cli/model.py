@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, help_without_command, print_json
+from k3eval_harness.cli.common import Exit, fail, help_without_command, out_option, print_json
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ CONTEXTS = (4096, 32768, 131072, 1048576)
 LARGEST_INIT = 8_000_000_000
 """Parameters; in fp32 this is 32 GB of memory."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-OutOption = Annotated[Path, typer.Option("--out", help="What to write; it must not exist yet.")]
+OutOption = Annotated[Path, out_option("What to write; it must not exist yet.")]
 
 
 class Stored(StrEnum):

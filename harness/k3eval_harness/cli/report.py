@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3eval_harness.cli.common import one_line_errors
+from k3eval_harness.cli.common import one_line_errors, out_option
 
 if TYPE_CHECKING:
     from k3eval_harness.report.build import JobReport
@@ -27,7 +27,7 @@ def report(
         typer.Argument(metavar="DIR...", help="Job folders; the later ones are compared with the first."),
     ],
     form: Annotated[str, typer.Option("--format", help="md or json.")] = "md",
-    out: Annotated[Path | None, typer.Option(help="File to write instead of stdout.")] = None,
+    out: Annotated[Path | None, out_option("File to write instead of stdout.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Same as --format json.")] = False,
 ) -> None:
     """Report on a job: pass rate with its interval, coverage, tokens, costs, decode speed by context."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, note, one_line_errors, print_json
+from k3eval_harness.cli.common import Exit, fail, note, one_line_errors, out_option, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,7 @@ def run(
         str | None, typer.Option(help="Money cap of the whole job, in the model's currency.")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds for the whole job.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder that receives the job's folder.")] = DEFAULT_OUT,
+    out: Annotated[Path, out_option("Folder that receives the job's folder.")] = DEFAULT_OUT,
     seed: Annotated[int, typer.Option(help="Seed of the trials, and of a generated family.")] = 0,
     n: Annotated[
         int | None,

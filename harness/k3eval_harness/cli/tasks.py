@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from k3eval_harness.cli.common import Exit, fail, help_without_command, one_line_errors, print_json
+from k3eval_harness.cli.common import (
+    Exit,
+    fail,
+    help_without_command,
+    one_line_errors,
+    out_option,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from k3eval_harness.job import ValidationResult
@@ -117,7 +124,7 @@ def validate(
 
 @commands.command("generate")
 def generate(
-    out: Annotated[Path, typer.Option(help="Folder that receives one folder per task.")],
+    out: Annotated[Path, out_option("Folder that receives one folder per task.")],
     n: Annotated[int, typer.Option("--n", help="How many tasks.")] = 10,
     seed: Annotated[int, typer.Option(help="Series of tasks; equal arguments write equal files.")] = 0,
     family: Annotated[str, typer.Argument(help="A family that is generated.")] = GENERATED,
@@ -142,7 +149,7 @@ def generate(
 
 @commands.command("episodes")
 def episodes(
-    out: Annotated[Path, typer.Option(help="File that receives one conversation per line (JSON lines).")],
+    out: Annotated[Path, out_option("File that receives one conversation per line (JSON lines).")],
     n: Annotated[int, typer.Option("--n", help="How many conversations.")] = 1000,
     seed: Annotated[int, typer.Option(help="Series; equal arguments write equal files.")] = 0,
     start: Annotated[int, typer.Option(help="Number of the first one, to write a series in parts.")] = 0,
