@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -158,8 +160,65 @@ def test_a_server_whose_engine_dies_says_so_and_ends() -> None:
         assert b'"finish_reason":"stop"' not in rest
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (3, "")
-    assert err.splitlines()[-1].startswith("k3eval: the engine's process ended")
+    assert err.splitlines()[-1] == "k3eval: the engine's process ended: it was killed by SIGKILL"
     assert in_session(process.pid) == []
+
+
+def test_an_engine_that_hangs_holds_up_neither_the_loop_nor_a_stop() -> None:
+    body = {"model": "a", "messages": [{"role": "user", "content": "word and other " * 30_000}]}
+    with running("--port", "0") as (process, ready), ThreadPoolExecutor(6) as pool:
+        url = str(ready["base_url"])
+        (engine,) = (pid for pid in in_session(process.pid) if pid != process.pid)
+        os.kill(engine, signal.SIGSTOP)
+        calls = [pool.submit(HTTP.post, f"{url}/chat/completions", json=body) for _ in range(6)]
+        metrics = url.removesuffix("/v1") + "/metrics"
+        assert until(lambda: "k3eval_chat_in_flight 6.0" in HTTP.get(metrics).text, 120)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert {call.result().status_code for call in calls} <= {500, 503}
+    assert (process.returncode, out, err) == (0, "", "")
+    assert in_session(process.pid) == []
+
+
+def test_a_stop_while_a_request_is_still_arriving() -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: h\r\ncontent-length: 1000\r\n\r\n"
+    with running("--port", "0") as (process, ready):
+        port = int(str(ready["base_url"]).rsplit(":", 1)[1].partition("/")[0])
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(head + b'{"model":')
+            time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            reply = connection.recv(65536)
+        out, err = process.communicate(timeout=60)
+    assert reply.startswith(b"HTTP/1.1 503 ")
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_it_loads(number: signal.Signals) -> None:
+    command = [*COMMAND, "--model", "a", "--threads", "1", "--port", "0"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert until(lambda: len(in_session(process.pid)) == 2, 60)  # the engine's process has begun
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (0, "", "")
+        assert in_session(process.pid) == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_shortest_time_between_keep_alive_comments_leaves_time_for_the_reply() -> None:
+    body = {"model": "a", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 50}
+    with running("--port", "0", "--dialect", "openrouter", "--keep-alive", "0.01") as (_, ready):
+        reply = HTTP.post(
+            f"{ready['base_url']}/chat/completions", json=body | {"model": "moonshotai/kimi-k3"}
+        )
+    assert reply.text.endswith("data: [DONE]\n\n")
 
 
 def test_it_follows_its_parent() -> None:
@@ -188,7 +247,21 @@ def test_a_port_in_use_is_told_at_once() -> None:
     ("options", "message"),
     [
         (("--port", "70000"), "65535"),
-        (("--port", "x"), "invalid int value"),
+        (("--port", "x"), "no whole number"),
+        (("--seed", "99999999999999999999999"), "no whole number"),
+        (("--context", "-5"), "no whole number"),
+        (("--default-max-tokens", "0"), "no whole number"),
+        (("--max-batch", "0"), "no whole number from 1 to 4096"),
+        (("--threads", "0"), "no whole number"),
+        (("--max-body-mib", "-1"), "no whole number"),
+        (("--memory-mib", "99999999999"), "memory"),
+        (("--parent-pid", "0"), "no whole number"),
+        (("--keep-alive", "0"), "no number of seconds"),
+        (("--keep-alive", "nan"), "no number of seconds"),
+        (("--chaos-silence", "-1"), "no number of seconds"),
+        (("--credit", "nan"), "amount"),
+        (("--credit", "-5"), "amount"),
+        (("--key", ""), "empty"),
         (("--chaos", "1:nonsense"), "nonsense"),
         (("--tier", "7", "--dialect", "moonshot"), "1, 10, 20, 100, 1000, 3000"),
         (("--tier", "1"), "none"),

@@ -25,7 +25,7 @@ from k3eval_local.engine import (
 )
 from k3eval_local.protocol.grammar import GrammarCompiler, OrdinaryTokens
 from k3eval_local.protocol.messages import ChatMessage, Conversation, ToolChoice, ToolDef
-from k3eval_local.server.remote import RemoteEngine, WorkerOptions
+from k3eval_local.server.remote import RemoteEngine, WorkerOptions, _ended
 from k3eval_local.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.for_vocab(512)
@@ -156,3 +156,10 @@ def test_a_model_that_cannot_be_loaded_is_one_line() -> None:
     with RemoteEngine(options("nonesuch")) as engine, pytest.raises(EngineError, match="nonesuch"):
         engine.wait_ready()
     assert until(lambda: engine._process.poll() is not None)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(None, ""), (3, " with exit code 3"), (-11, "SIGSEGV"), (-40, "signal 40")]
+)
+def test_how_it_ended_is_told(code: int | None, said: str) -> None:
+    assert _ended(code).endswith(said)

@@ -29,8 +29,9 @@ def test_the_checkpoint_sets_the_default(
     assert _temperature(str(checkpoint)) == expected
 
 
-def test_an_unusable_file_is_named(checkpoint: Path) -> None:
-    (checkpoint / "generation_config.json").write_text("[")
+@pytest.mark.parametrize("text", ["[", '{"temperature": "NaN"}', '{"temperature": -1}'])
+def test_an_unusable_file_is_named(checkpoint: Path, text: str) -> None:
+    (checkpoint / "generation_config.json").write_text(text)
     with pytest.raises(LaunchError, match="generation_config"):
         _temperature(str(checkpoint))
 

@@ -1,18 +1,23 @@
 """``python -m k3eval_local.server``: serve a local K3 over HTTP.
 
 When ready, one JSON line on stdout names the base URL; logs go to stderr. SIGTERM and SIGINT stop it within
-two seconds with exit code 0. What cannot work (unknown model, port in use, broken checkpoint) is one line on
-stderr and exit code 2; what can be checked without torch is checked before it is imported.
+two seconds with exit code 0, also while it loads. What cannot work (unknown model, port in use, broken
+checkpoint) is one line on stderr and exit code 2; what can be checked without torch is checked before it is
+imported. An engine that dies by itself is exit code 3.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 DIALECT_NAMES = ("vllm", "moonshot", "openrouter")
@@ -37,6 +42,44 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
+def whole(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """An option's type: an integer from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.removeprefix("-").isdecimal() else least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+        return value
+
+    return read
+
+
+def seconds(least: float) -> Callable[[str], float]:
+    """An option's type: a finite number, ``least`` or more."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value >= least):
+            raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds, {least:g} or more")
+        return value
+
+    return read
+
+
+def amount(text: str) -> Decimal:
+    """An option's type: money."""
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("nan")
+    if not (value.is_finite() and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not an amount, 0 or more")
+    return value
+
+
 def parser(prog: str) -> argparse.ArgumentParser:
     """The command line."""
     made = _Parser(
@@ -51,11 +94,11 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     made.add_argument(
-        "--port", type=int, default=0, help="port to listen on; 0 takes a free one (%(default)s)"
+        "--port", type=whole(0, 65535), default=0, help="port to listen on; 0 takes a free one (%(default)s)"
     )
     made.add_argument(
         "--seed",
-        type=int,
+        type=whole(0),
         default=0,
         help="seed of random weights and of sampling without a seed (%(default)s)",
     )
@@ -78,21 +121,26 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="a tiktoken rank file, instead of the checkpoint's or the built-in one",
     )
-    made.add_argument("--context", type=int, metavar="TOKENS", help="context length, at most the model's own")
+    made.add_argument(
+        "--context", type=whole(1), metavar="TOKENS", help="context length, at most the model's own"
+    )
     made.add_argument(
         "--default-max-tokens",
-        type=int,
+        type=whole(1),
         default=4096,
         metavar="TOKENS",
         help="output limit of requests without one (%(default)s)",
     )
     made.add_argument(
-        "--memory-mib", type=int, default=2048, help="budget for caches and states (%(default)s)"
+        "--memory-mib", type=whole(1), default=2048, help="budget for caches and states (%(default)s)"
     )
     made.add_argument(
-        "--max-batch", type=int, default=64, help="requests that run at the same time (%(default)s)"
+        "--max-batch",
+        type=whole(1, 4096),
+        default=64,
+        help="requests that run at the same time (%(default)s)",
     )
-    made.add_argument("--threads", type=int, help="threads of torch; its own default otherwise")
+    made.add_argument("--threads", type=whole(1, 1024), help="threads of torch; its own default otherwise")
     made.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (%(default)s)"
     )
@@ -108,11 +156,14 @@ def parser(prog: str) -> argparse.ArgumentParser:
         default="fp32",
         help="of the native step; narrow ones are used where they are faster (%(default)s)",
     )
-    made.add_argument("--max-body-mib", type=int, default=64, help="largest request body (%(default)s)")
+    made.add_argument(
+        "--max-body-mib", type=whole(1, 65536), default=64, help="largest request body (%(default)s)"
+    )
     made.add_argument("--free", action="store_true", help="do not force well-formed messages while sampling")
     made.add_argument("--prices", action="store_true", help="apply the published prices to the local tokens")
     made.add_argument(
         "--credit",
+        type=amount,
         default="100",
         metavar="USD",
         help="the account's balance, used up with --prices (%(default)s)",
@@ -133,7 +184,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--keep-alive",
-        type=float,
+        type=seconds(0.01),
         default=10.0,
         metavar="S",
         help="openrouter: seconds of silence before a comment (%(default)s)",
@@ -145,12 +196,12 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--chaos-silence",
-        type=float,
+        type=seconds(0),
         default=30.0,
         metavar="S",
         help="length of the fault 'silence' (%(default)s)",
     )
-    made.add_argument("--parent-pid", type=int, metavar="PID", help="stop when this process is gone")
+    made.add_argument("--parent-pid", type=whole(1), metavar="PID", help="stop when this process is gone")
     made.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -167,18 +218,32 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m k3eval_local.
     Raises SystemExit: code 2 for what cannot work, 3 when the engine's process has ended by itself.
     """
     options = parser(prog).parse_args(argv)
-    try:
-        credit = Decimal(options.credit)
-    except InvalidOperation:
-        fail(f"--credit {options.credit!r} is not an amount")
-    from k3eval_local.server.lifecycle import LaunchError, LaunchOptions, launch
-
-    values = vars(options) | {"credit": credit}
+    if options.key == "":
+        fail("--key (or K3EVAL_SERVE_KEY) is empty; leave it out to ask for no key")
+    values = vars(options)
     del values["json"]
+    with stops_are_success():
+        from k3eval_local.server.lifecycle import LaunchError, LaunchOptions, launch
+
+        try:
+            launch(LaunchOptions(**values))
+        except LaunchError as error:
+            fail(str(error), error.code)
+
+
+@contextmanager
+def stops_are_success() -> Iterator[None]:
+    """SIGTERM and SIGINT end the block and the program, with exit code 0."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        launch(LaunchOptions(**values))
-    except LaunchError as error:
-        fail(str(error), error.code)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

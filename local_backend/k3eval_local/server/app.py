@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from itertools import count
 
 from starlette.applications import Starlette
@@ -420,7 +420,10 @@ class _Endpoint:
         except ClientDisconnect:
             self._server.metrics.disconnects.inc()
             return
-        await response(scope, receive, send)
+        except asyncio.CancelledError:  # the server stops, and this one has waited too long
+            response = self._server.error(ProtocolError(ErrorKind.UNAVAILABLE, "the server is stopping"))
+        with suppress(asyncio.CancelledError):
+            await response(scope, receive, send)
 
 
 class _Counted:

@@ -247,7 +247,7 @@ class ChoiceRun:
                 if last:
                     yield last
                 raise ProtocolError(
-                    ErrorKind.SERVER,
+                    ErrorKind.SERVER if result.finish == "error" else ErrorKind.UNAVAILABLE,
                     f"the generation was {_ENDED[result.finish]}: {result.error or 'stopped'}",
                 )
         self.end = ChoiceEnd(self._choice(result), self._counts(result))

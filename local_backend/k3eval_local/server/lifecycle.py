@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from k3eval_local.kernels.native.pack import WeightType
 
 _PARENT_POLL_S = 0.5
+_CANCEL_S = 0.5
+"""For what runs to end in order when the server stops."""
 
 
 class LaunchError(Exception):
@@ -149,7 +151,10 @@ def _temperature(name: str) -> float:
         return 1.0
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        return float(data.get("temperature", 1.0)) if data.get("do_sample", True) else 0.0
+        value = float(data.get("temperature", 1.0)) if data.get("do_sample", True) else 0.0
+        if not 0.0 <= value <= 2.0:
+            raise ValueError(f"a temperature of {value} is not between 0 and 2")
+        return value
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise LaunchError(f"{path} is not usable: {error}") from error
 
@@ -218,10 +223,21 @@ def _serve(
         sys.stdout.write(json.dumps(ready) + "\n")
         sys.stdout.flush()
 
-    server = Server(build_app(chat), on_ready=announce, on_stop=chat.cancel_all)
+    def stop() -> None:
+        chat.cancel_all()
+        # a worker that hangs would never say that they have ended
+        asyncio.get_running_loop().call_later(_CANCEL_S, engine.give_up)
+
+    server = Server(build_app(chat), on_ready=announce, on_stop=stop)
+    logging.getLogger("uvicorn.error").addFilter(_worth_telling)
     server.run(sockets=[listener])
-    if engine.dead is not None:
+    if engine.died:
         raise EngineDied(engine.dead)
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    """A response that is left incomplete is a fault on purpose, or was cut by the server's own stop."""
+    return not record.getMessage().startswith(("ASGI callable returned without completing", "Cancel "))
 
 
 class Server(uvicorn.Server):
@@ -262,8 +278,6 @@ class Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise LaunchError(f"--port {port} is not between 0 and 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio switches Nagle's delay off only where the protocol is named: 40 ms before the first token else
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -39,7 +39,7 @@ ORDINARY = ""
 """In place of a grammar's text: any ordinary token."""
 _SEND_BUFFER_BYTES = 4 * 1024**2
 """So that a step's tokens never wait for a loop that is busy for a moment."""
-_STOP_S = 5.0
+_REAP_S = 0.5
 _LENGTH = struct.Struct("=Q")
 
 
@@ -132,8 +132,11 @@ class RemoteEngine:
         self._numbers = count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_death: Callable[[], None] = lambda: None
+        self._unsent = bytearray()
         self.dead: str | None = None
         """Why the engine can do nothing any more."""
+        self.died = False
+        """Whether it ended by itself."""
         with suppress(OSError):  # told by wait_ready
             self._wire.send(options)
 
@@ -166,13 +169,14 @@ class RemoteEngine:
         loop.add_reader(self._wire.fileno(), self._read)
 
     def close(self) -> None:
-        """End the worker, and wait until it is gone. Safe to repeat."""
+        """End the worker, whatever it does; nothing that it has is kept. Safe to repeat."""
+        self.give_up()
+        self._process.kill()
+        self._process.wait()
+
+    def give_up(self) -> None:
+        """End what still runs, without asking the worker."""
         self._lose("the engine was closed")
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def submit(self, request: GenerationRequest) -> Generation:
         """See `EngineCore.submit`."""
@@ -195,10 +199,25 @@ class RemoteEngine:
             self._send(Cancel(key))
 
     def _send(self, message: Submit | Cancel) -> None:
+        """What the socket does not take at once goes later: the loop waits for no worker."""
+        if self._loop is None or self.dead is not None:
+            return
+        waiting = bool(self._unsent)
+        self._unsent += encoded(message)
+        if waiting:
+            return
+        self._send_rest()
+        if self._unsent:
+            self._loop.add_writer(self._wire.fileno(), self._send_rest)
+
+    def _send_rest(self) -> None:
         try:
-            self._wire.send(message)
+            del self._unsent[: self._wire.send_some(self._unsent)]
         except OSError:
             self._died()
+            return
+        if not self._unsent and self._loop is not None:
+            self._loop.remove_writer(self._wire.fileno())
 
     def _read(self) -> None:
         """All steps that are there: when the loop has fallen behind, it goes through their tokens once."""
@@ -221,6 +240,11 @@ class RemoteEngine:
                 generation.finish(result)
 
     def _died(self) -> None:
+        if self.dead is not None:
+            return
+        with suppress(subprocess.TimeoutExpired):  # its socket closes a little before it can be waited for
+            self._process.wait(_REAP_S)
+        self.died = True
         self._lose(_ended(self._process.poll()))
         self._on_death()
 
@@ -231,6 +255,8 @@ class RemoteEngine:
         self.dead = reason
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._wire.fileno())
+            self._loop.remove_writer(self._wire.fileno())
+        self._unsent.clear()
         self._wire.close()
         for generation in list(self._live.values()):
             generation.finish(GenerationResult((), "error", 0, 0, 0, 0, (), error=reason))
@@ -243,7 +269,10 @@ def _ended(code: int | None) -> str:
     if code is None:
         how = ""
     elif code < 0:
-        how = f": it was killed by {signal.Signals(-code).name}"
+        try:
+            how = f": it was killed by {signal.Signals(-code).name}"
+        except ValueError:  # real-time signals have no name
+            how = f": it was killed by signal {-code}"
     else:
         how = f" with exit code {code}"
     return f"the engine's process ended{how}"
@@ -259,6 +288,12 @@ def _text(request: GenerationRequest) -> str | None:
     if isinstance(grammar, MessageGrammar):
         return grammar.lark
     raise TypeError(f"a {type(grammar).__name__} cannot be sent to another process")
+
+
+def encoded(message: object) -> bytes:
+    """A message as it is sent."""
+    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(data)) + data
 
 
 class Wire:
@@ -277,9 +312,15 @@ class Wire:
         self._wire.close()
 
     def send(self, message: object) -> None:
-        """Raises OSError when the other side is gone."""
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._wire.sendall(_LENGTH.pack(len(data)) + data)
+        """Wait until it is sent. Raises OSError when the other side is gone."""
+        self._wire.sendall(encoded(message))
+
+    def send_some(self, data: bytes | bytearray) -> int:
+        """Bytes that the socket takes now. Raises OSError when the other side is gone."""
+        try:
+            return self._wire.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
     def receive(self) -> object:
         """Wait for one message. Raises EOFError or OSError when the other side is gone."""

@@ -21,6 +21,8 @@ DONE = b"data: [DONE]\n\n"
 _MARK = "\0text\0"
 _MARK_JSON = pydantic_core.to_json(_MARK)
 
+_KEEP_ALIVE_LEAST_S = 0.01
+
 Frame = JsonObject | bytes
 """A frame, or its event as it is sent."""
 
@@ -159,12 +161,11 @@ class EventStream:
             self._sent_at = time.monotonic()
 
     async def _keep_alive_loop(self, send: Send, comment: bytes) -> None:
-        while True:
+        while not self._gone.is_set():
             rest = self._sent_at + self._keep_alive_s - time.monotonic()
-            if rest > 0:
-                await asyncio.sleep(rest)
-            else:
+            if rest <= 0:
                 await self._send(send, comment)
+            await asyncio.sleep(max(rest, _KEEP_ALIVE_LEAST_S))
 
 
 class CutReply:

@@ -145,8 +145,9 @@ def run(wire: Wire) -> None:
     )
     try:
         engine, compiler, tokenizer, weights = _load(options)
-    except (LocalError, EngineError, OSError) as error:
-        wire.send(Failed(str(error)))
+    except (LocalError, EngineError, OSError, MemoryError, RuntimeError) as error:
+        # torch says with a RuntimeError that there is not so much memory
+        wire.send(Failed(str(error).partition("\n")[0] or type(error).__name__))
         return
     gc.freeze()  # what is loaded by now stays: a full collection would hold up every stream for 0.1 s
     outbox = engine.outbox = _Outbox(wire)
