@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from k3eval_harness.task.mini import (
     make_project,
     write_episodes,
 )
+from k3eval_harness.task.mini import folder as mini_folder
 from k3eval_harness.task.mini.check import prove
 from k3eval_harness.task.mini.project import _draw_function, differs, run
 from k3eval_harness.task.mini.words import known_words, rare_words
@@ -134,3 +136,49 @@ def test_episodes_are_the_same_from_the_same_seed_and_can_be_made_in_parts() -> 
     assert [json.loads(line)["id"] for line in whole.getvalue().splitlines()] == [
         f"repo-fix-mini/5/{index}" for index in range(4)
     ]
+
+
+def test_a_task_that_is_there_is_not_touched_and_another_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    folder = generate(1, SERIES, tmp_path)[0]
+    before = folder.stat().st_ino
+    assert generate(1, SERIES, tmp_path) == (folder,)
+    assert folder.stat().st_ino == before
+    whole = (folder / "instruction.md").read_text()
+    (folder / "instruction.md").write_text("changed")
+    (folder / "more").touch()
+    generate(1, SERIES, tmp_path)
+    assert folder.stat().st_ino != before
+    assert (folder / "instruction.md").read_text() == whole
+    assert not (folder / "more").exists()
+    (folder / "tests" / "test.sh").chmod(0o644)
+    generate(1, SERIES, tmp_path)
+    assert (folder / "tests" / "test.sh").stat().st_mode & 0o777 == 0o755
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_folder_that_appears_meanwhile_stays_where_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
+    files = {"a.txt": "1", "deep/run.sh": "true\n"}
+    folder = tmp_path / "task"
+    write = mini_folder.write_files
+
+    def slow(made: Path, texts: dict[str, str]) -> None:
+        write(made, texts)
+        write(folder, files if same else files | {"a.txt": "2"})
+
+    monkeypatch.setattr(mini_folder, "write_files", slow)
+    mini_folder.place(folder, files)
+    assert (folder / "a.txt").read_text() == "1"
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_runs_at_once_share_the_tasks_of_a_series(tmp_path: Path) -> None:
+    def digests(_: int) -> list[str]:
+        return [load_task(folder).digest for folder in generate(3, SERIES, tmp_path)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(digests, range(16)))
+    assert all(each == found[0] for each in found)
+    assert len(list(tmp_path.iterdir())) == 3

@@ -4,9 +4,11 @@ The project's files lie in ``repo/`` and are laid into /app when a sandbox start
 holds nothing of the task and is built once. A reader without that key can copy ``repo/`` to /app itself.
 """
 
+import errno
 import re
-import shutil
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from k3eval_harness.errors import UsageError
@@ -171,6 +173,47 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
             path.chmod(0o755)
 
 
+_PLACE_TRIES = 10
+
+
+def place(folder: Path, files: Mapping[str, str]) -> None:
+    """Have ``folder`` hold exactly the texts: it appears whole, and one that has them already stays.
+
+    So several runs may make the same tasks at once. A folder with other content is moved away whole first.
+    """
+    if _holds(folder, files):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as scratch:
+        made = Path(scratch) / "new"
+        write_files(made, files)
+        for number in range(_PLACE_TRIES):
+            try:
+                made.rename(folder)
+                return
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or number == _PLACE_TRIES - 1:
+                    raise
+            if _holds(folder, files):  # another run was quicker
+                return
+            with suppress(FileNotFoundError):
+                folder.rename(Path(scratch) / f"old-{number}")
+
+
+def _holds(folder: Path, files: Mapping[str, str]) -> bool:
+    """Whether the folder has these files, shell scripts executable, and no other."""
+    try:
+        found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if not path.is_dir()}
+        return found.keys() == files.keys() and all(
+            path.is_file()
+            and path.read_bytes() == files[name].encode()
+            and (path.suffix != ".sh" or path.stat().st_mode & 0o777 == 0o755)
+            for name, path in found.items()
+        )
+    except FileNotFoundError:  # it is being moved away
+        return False
+
+
 def generate(
     count: int,
     seed: int,
@@ -184,7 +227,7 @@ def generate(
 
     ``label`` names a ``shape`` other than the usual one in the tasks' names.
     Equal arguments write equal bytes. No two tasks of a series have the same files. A folder of the same
-    name is replaced.
+    name is replaced as a whole, or left as it is where it holds the same files.
 
     Raises:
         UsageError: ``count`` is below 1, or ``out`` is a file.
@@ -202,9 +245,7 @@ def generate(
             raise AssertionError(f"projects of series {seed} repeat at {index}")
         seen.add(content)
         folder = out / task_name(project, label)
-        if folder.exists():
-            shutil.rmtree(folder)
-        write_files(folder, task_files(project, label))
+        place(folder, task_files(project, label))
         folders.append(folder)
         if progress is not None:
             progress(index + 1)
