@@ -9,14 +9,15 @@ test, which stands only before the unrelated output. Live rates: ``k3eval run --
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from scipy.stats import binomtest
+from k3eval_local.train.command import MAX_THREADS, Parser, called, check_target, one_line, opened, whole
 
-from k3eval_local.train.measure import Score, replay, turn_columns
+if TYPE_CHECKING:
+    from k3eval_local.train.measure import Score
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Rate:
     @classmethod
     def of(cls, passed: int, n: int) -> "Rate":
         """From counts; ``n`` is at least 1."""
+        from scipy.stats import binomtest
+
         interval = binomtest(passed, n).proportion_ci(method="wilson")
         return cls(passed, n, passed / n, float(interval.low), float(interval.high))
 
@@ -47,8 +50,10 @@ class Evaluation:
     loss: float
 
 
-def evaluate(weights: str, scores: Sequence[Score]) -> Evaluation:
+def evaluate(weights: str, scores: Sequence["Score"]) -> Evaluation:
     """Sum up scores; raises ValueError when there are none."""
+    from k3eval_local.train.measure import turn_columns
+
     if not scores:
         raise ValueError("there is nothing to evaluate: the data hold no conversation")
     kinds = {
@@ -80,27 +85,43 @@ def table(result: Evaluation) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Evaluate and print the table."""
-    parser = argparse.ArgumentParser(prog="k3eval_local.train.evaluate", description="Measure a checkpoint.")
+    parser = Parser(prog="k3eval_local.train.evaluate", description="Measure a checkpoint.")
     parser.add_argument("--model", default="k3-nano", help="bundled name or checkpoint folder")
     parser.add_argument("--data", required=True, help="conversations, JSONL; - is standard input")
-    parser.add_argument("--turns", type=int, help="only the first so many turns; the whole by default")
+    parser.add_argument("--turns", type=whole(1), help="only the first so many turns; the whole by default")
     parser.add_argument("--json", type=Path, help="write the result there too")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--threads", type=whole(1, MAX_THREADS), default=1, help="CPU threads")
     options = parser.parse_args(arguments)
+    with one_line():
+        run(options)
 
+
+def run(options: argparse.Namespace) -> None:
+    """One evaluation with parsed options.
+
+    Raises:
+        LocalError: it cannot be done as asked; says why.
+    """
+    if options.json:
+        check_target("--json", options.json)
+    from k3eval_local.model.names import resolve
+
+    found = resolve(options.model)
     import torch
 
-    from k3eval_local.checkpoint import open_model, resolve
+    from k3eval_local.checkpoint import open_model
     from k3eval_local.tokenizer import Tokenizer
-    from k3eval_local.train.render import read_examples, share_openings
+    from k3eval_local.train.measure import replay
+    from k3eval_local.train.render import DataError, read_examples, share_openings
 
     torch.set_num_threads(options.threads)
-    found = resolve(options.model)
     model, weights = open_model(options.model)
     folder = found if isinstance(found, Path) else None
     tokenizer = Tokenizer.for_checkpoint(folder, model.config.vocab_size)
-    with sys.stdin if options.data == "-" else Path(options.data).open(encoding="utf-8") as lines:
-        examples = share_openings(list(read_examples(lines, tokenizer)))
+    with opened(options.data) as lines:
+        examples = share_openings(list(read_examples(lines, tokenizer, called(options.data))))
+    if not examples:
+        raise DataError(f"--data {options.data} holds no conversation; at least 1 is needed")
     result = evaluate(weights, replay(model, examples, pad=tokenizer.control.pad, turns=options.turns))
     print(table(result))  # noqa: T201  # the result of a command
     if options.json:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from k3eval_local.errors import CheckpointError
 from k3eval_local.model.balancing import QuantileBalancer
 from k3eval_local.model.decoder import K3Model
 from k3eval_local.tokenizer import Tokenizer
@@ -97,18 +98,44 @@ class Run:
         out.mkdir(parents=True, exist_ok=True)
 
     def resume(self) -> bool:
-        """Continue from the folder's saved state, if there is one."""
+        """Continue from the folder's saved state, if there is one.
+
+        Raises:
+            CheckpointError: it is damaged, of another configuration, or beyond the schedule's end.
+        """
         path = self.out / STATE
         if not path.exists():
             return False
-        state = torch.load(path, weights_only=True)
-        self.model.load_state_dict(state["model"])
-        self._optimizers.load_state_dict(state["optimizers"])
-        self.step, self.tokens = state["step"], state["tokens"]
+        try:
+            state = torch.load(path, weights_only=True)
+            model, optimizers = state["model"], state["optimizers"]
+            step, tokens = state["step"], state["tokens"]
+            if not (isinstance(step, int) and isinstance(tokens, int) and step >= 0 and tokens >= 0):
+                raise TypeError("step and tokens must be counts")
+        except Exception as error:  # torch raises whatever damaged bytes lead to
+            raise CheckpointError(
+                f"{path} is damaged or no state of a run; start anew without --resume"
+            ) from error
+        if step > self.schedule.steps:
+            raise CheckpointError(
+                f"{path} is at step {step}, beyond the last one; resume with --steps {step} or more"
+            )
+        try:
+            self.model.load_state_dict(model)
+            self._optimizers.load_state_dict(optimizers)
+        except Exception as error:  # as above
+            raise CheckpointError(
+                f"{path} is of another configuration; resume with the --config and --ranks of its run"
+            ) from error
+        self.step, self.tokens = step, tokens
         return True
 
     def save(self) -> None:
-        """Write the state to resume from, whole or not at all."""
+        """Write the state to resume from, whole or not at all.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         state = {
             "model": self.model.state_dict(),
             "optimizers": self._optimizers.state_dict(),
@@ -116,8 +143,13 @@ class Run:
             "tokens": self.tokens,
         }
         scratch = self.out / (STATE + ".new")
-        torch.save(state, scratch)
-        scratch.replace(self.out / STATE)
+        try:
+            torch.save(state, scratch)
+            scratch.replace(self.out / STATE)
+        except (OSError, RuntimeError) as error:  # torch's writer has no OSError
+            raise CheckpointError(f"cannot write {self.out / STATE}: {error}") from error
+        finally:
+            scratch.unlink(missing_ok=True)
 
     def run(self, until: int | None = None) -> None:
         """Train to the end of the schedule, or to step ``until``."""

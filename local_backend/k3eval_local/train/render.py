@@ -6,6 +6,7 @@ exactly as the server would render the same request, so training and use cannot 
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +14,17 @@ from typing import Literal
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from k3eval_local.errors import LocalError
 from k3eval_local.protocol.messages import Call, ChatMessage, Conversation, ToolDef
 from k3eval_local.protocol.xtml import encode
 from k3eval_local.tokenizer import Tokenizer
 
+_BROKEN = re.compile("[\udc80-\udcff]")
+"""What the error handler ``surrogateescape`` makes of bytes that are no UTF-8."""
 
-class DataError(ValueError):
-    """A line of training data that is no conversation."""
+
+class DataError(LocalError, ValueError):
+    """Data that hold no conversations. The message names the line."""
 
 
 class _Function(BaseModel):
@@ -98,23 +103,58 @@ class Example:
         return replace(self, ids=self.ids[: kept[-1].end], turns=kept)
 
 
-def read_examples(lines: Iterable[str], tokenizer: Tokenizer) -> Iterator[Example]:
-    """The examples of a JSONL text.
+def read_records(lines: Iterable[str], name: str) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """The JSON objects of a JSONL text with their line numbers; blank lines are left out.
 
     Raises:
-        DataError: a line is no conversation; says which line and what is wrong.
+        DataError: a line is no JSON object; the message names the text by ``name``.
     """
     for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield render(json.loads(line), tokenizer)
-            except (ValueError, ValidationError) as error:
-                raise DataError(f"training data, line {number}: {' '.join(str(error).split())}") from error
+        if not line.strip():
+            continue
+        if _BROKEN.search(line):
+            raise DataError(f"{name}, line {number}: not UTF-8; write the file as UTF-8")
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{name}, line {number}: cut or no JSON ({error.msg}, column {error.colno}); "
+                f"every line must hold one whole conversation"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{name}, line {number}: no usable JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise DataError(f"{name}, line {number}: not a JSON object with messages")
+        yield number, record
+
+
+def read_examples(
+    lines: Iterable[str], tokenizer: Tokenizer, name: str = "training data"
+) -> Iterator[Example]:
+    """The examples of a JSONL text, called ``name`` in errors.
+
+    Raises:
+        DataError: a line is no conversation with a message to learn; says which line and what is wrong.
+    """
+    for number, record in read_records(lines, name):
+        try:
+            example = render(record, tokenizer)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise DataError(f"{name}, line {number}: no conversation: {where}: {first['msg']}") from error
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{name}, line {number}: no conversation: {error}") from error
+        if not any(turn.trained for turn in example.turns):
+            raise DataError(f"{name}, line {number}: no assistant message that is not in untrained")
+        yield example
 
 
 def render(record: Mapping[str, object], tokenizer: Tokenizer, *, effort: str | None = "max") -> Example:
     """One conversation as the server renders it, thinking on."""
     data = _Record.model_validate(record)
+    if not data.messages:
+        raise DataError("it holds no message")
     conversation = Conversation(
         tuple(_chat_message(message) for message in data.messages),
         tuple(ToolDef(t.function.name, t.function.description, t.function.parameters) for t in data.tools),

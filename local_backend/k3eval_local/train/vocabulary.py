@@ -8,17 +8,19 @@ only match as whole pieces. Numbers 0 to 999 are one token each. The control blo
 tokenizer puts it above the last rank.
 """
 
-import argparse
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import regex
 
 from k3eval_local.protocol.options import EFFORTS, effort_body
 from k3eval_local.tokenizer import PATTERN, RANK_FILE, Tokenizer
+from k3eval_local.train.command import Parser, check_target, fail, one_line, opened, whole
+from k3eval_local.train.render import DataError, read_records
 
 _PIECES = regex.compile(PATTERN, regex.V1)
 _WORD = regex.compile(r"[A-Za-z]{2,}")
@@ -71,29 +73,59 @@ def merges(words: Sequence[str]) -> list[bytes]:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """Every string of the conversations in a JSONL file, and the protocol's own texts."""
+    """Every string of the conversations in a JSONL file, and the protocol's own texts.
+
+    Raises:
+        DataError: a line is no conversation, or there is none.
+    """
     yield from (effort_body(effort) for effort in EFFORTS)
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            yield json.dumps(record.get("tools", []), separators=(",", ":"), sort_keys=True)
-            for message in record["messages"]:
-                for call in message.get("tool_calls") or ():
-                    yield from map(str, json.loads(call["function"]["arguments"]).values())
-                yield from filter(None, (message.get("content"), message.get("reasoning_content")))
+    empty = True
+    with opened(str(path)) as lines:
+        for number, record in read_records(lines, str(path)):
+            empty = False
+            try:
+                yield from _strings(record)
+            except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+                raise DataError(f"{path}, line {number}: no conversation: {error!r}") from error
+    if empty:
+        raise DataError(f"--data {path} holds no conversation; at least 1 is needed")
+
+
+def _strings(record: Mapping[str, Any]) -> list[str]:
+    texts = [json.dumps(record.get("tools", []), separators=(",", ":"), sort_keys=True)]
+    for message in record["messages"]:
+        for call in message.get("tool_calls") or ():
+            texts += map(str, json.loads(call["function"]["arguments"]).values())
+        texts += filter(None, (message.get("content"), message.get("reasoning_content")))
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r} is not a text")
+        text.encode()  # half a surrogate pair has no bytes
+    return texts
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        names = path.read_text(encoding="utf-8").split()
+    except OSError as error:
+        fail(f"cannot read --words {path}: {error.strerror}; give a text file of names")
+    except UnicodeDecodeError:
+        fail(f"--words {path} is not UTF-8; write the file as UTF-8")
+    return names or fail(f"--words {path} holds no name; give at least one")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the rank file and say how large the vocabulary is."""
-    parser = argparse.ArgumentParser(prog="k3eval_local.train.vocabulary", description="Build a rank file.")
+    parser = Parser(prog="k3eval_local.train.vocabulary", description="Build a rank file.")
     parser.add_argument("--words", type=Path, required=True, help="names, one a line")
     parser.add_argument("--data", type=Path, required=True, help="conversations, one JSON object a line")
     parser.add_argument("--out", type=Path, default=Path(RANK_FILE), help="rank file to write")
-    parser.add_argument("--least", type=int, default=8, help="occurrences from which a piece is a token")
+    parser.add_argument("--least", type=whole(1), default=8, help="occurrences from which a piece is a token")
     options = parser.parse_args(arguments)
-    names = options.words.read_text(encoding="utf-8").split()
-    tokenizer = Tokenizer(build_ranks(names, texts_of(options.data), least=options.least))
-    tokenizer.save(options.out)
+    with one_line():
+        check_target("--out", options.out)
+        tokenizer = Tokenizer(build_ranks(_names(options.words), texts_of(options.data), least=options.least))
+        tokenizer.save(options.out)
     print(f"{options.out}: {tokenizer.n_ranks} ranks, vocabulary {tokenizer.vocab_size}")  # noqa: T201  # command
 
 
