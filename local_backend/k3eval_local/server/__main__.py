@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from k3eval_local.command import MAX_SEED, MAX_THREADS, fail, whole
+
 DIALECT_NAMES = ("vllm", "moonshot", "openrouter")
 
 
@@ -34,24 +36,6 @@ class _Parser(argparse.ArgumentParser):
 
         self.epilog = "faults and profiles of --chaos:\n" + "\n".join(f"  {line}" for line in help_lines())
         return super().format_help()
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    """Print one line on stderr and end with this exit code."""
-    sys.stderr.write(f"k3eval: {' '.join(message.split())}\n")
-    raise SystemExit(code)
-
-
-def whole(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
-    """An option's type: an integer from ``least`` to ``most``."""
-
-    def read(text: str) -> int:
-        value = int(text) if text.removeprefix("-").isdecimal() else least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
-        return value
-
-    return read
 
 
 def seconds(least: float) -> Callable[[str], float]:
@@ -98,7 +82,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--seed",
-        type=whole(0),
+        type=whole(0, MAX_SEED),
         default=0,
         help="seed of random weights and of sampling without a seed (%(default)s)",
     )
@@ -140,7 +124,9 @@ def parser(prog: str) -> argparse.ArgumentParser:
         default=64,
         help="requests that run at the same time (%(default)s)",
     )
-    made.add_argument("--threads", type=whole(1, 1024), help="threads of torch; its own default otherwise")
+    made.add_argument(
+        "--threads", type=whole(1, MAX_THREADS), help="threads of torch; its own default otherwise"
+    )
     made.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the model runs (%(default)s)"
     )

@@ -4,24 +4,16 @@ Ctrl-C ends with exit code 130. Nothing here needs torch, so that a wrong option
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+from k3eval_local.command import fail
 from k3eval_local.errors import LocalError
 
-USAGE, INTERRUPTED = 2, 130
-MAX_THREADS = 1024
-MAX_SEED = 2**63 - 1
-
-
-def fail(message: str, code: int = USAGE) -> NoReturn:
-    """Print one line on stderr and end with this exit code."""
-    sys.stderr.write(f"k3eval: {' '.join(message.split())}\n")
-    raise SystemExit(code)
+INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,22 +22,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the command."""
         fail(message)
-
-
-def whole(low: int, high: int | None = None) -> Callable[[str], int]:
-    """An option's type: a whole number from ``low`` to ``high``, both included."""
-
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-        if value < low or (high is not None and value > high):
-            limits = f"at least {low}" if high is None else f"{low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be {limits}, not {text}")
-        return value
-
-    return number
 
 
 @contextmanager
