@@ -22,7 +22,7 @@ from typing import Final
 
 from k3eval_harness.errors import SandboxError, SizeLimitExceeded, TaskError, VerifierError
 from k3eval_harness.results.layout import write_text
-from k3eval_harness.results.schema import Outcome, TestCounts
+from k3eval_harness.results.schema import Outcome, TestCounts, main_reward
 from k3eval_harness.sandbox.archive import TreeStats, check, extract
 from k3eval_harness.sandbox.protocol import Sandbox, SandboxProvider, SandboxSpec, Shell
 from k3eval_harness.sandbox.treediff import diff_trees
@@ -184,11 +184,6 @@ def _reward_bytes(files: Mapping[str, Path], name: str) -> bytes | None:
     if path.stat().st_size > REWARD_BYTES:
         raise VerifierError(f"{name} is longer than {REWARD_BYTES} bytes")
     return path.read_bytes()
-
-
-def main_reward(rewards: Mapping[str, float]) -> float:
-    """The member ``reward``; without one the smallest, so that every one of them must reach the threshold."""
-    return rewards["reward"] if "reward" in rewards else min(rewards.values())
 
 
 def read_junit(path: Path) -> TestCounts | None:

@@ -41,7 +41,15 @@ from k3eval_harness.plan import JobConfig, JobPlan, TrialPlan, plan_job
 from k3eval_harness.provenance import collect_provenance
 from k3eval_harness.results import harbor
 from k3eval_harness.results.layout import JobLayout, append_line, remember_secrets, write_json
-from k3eval_harness.results.schema import JobSummary, ModelInfo, Outcome, Provenance, TrialRecord, TurnRecord
+from k3eval_harness.results.schema import (
+    JobSummary,
+    ModelInfo,
+    Outcome,
+    Provenance,
+    TrialRecord,
+    TurnRecord,
+    main_reward,
+)
 from k3eval_harness.results.summary import summarise
 from k3eval_harness.sandbox.container import DockerProvider
 from k3eval_harness.sandbox.engine import EngineInfo, check_disk, connect, engine_info
@@ -448,8 +456,6 @@ class _Recorder:
 
 
 def _reward(record: TrialRecord) -> float | None:
-    from k3eval_harness.grade import main_reward
-
     return None if record.outcome is Outcome.VOID or not record.rewards else main_reward(record.rewards)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,80 @@ def test_a_broken_record_is_named(tmp_path: Path, text: str) -> None:
     code, stdout, stderr = call("report", folder)
     assert (code, stdout) == (2, "")
     assert "one__1/trial.json" in stderr
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "said"),
+    [
+        ("rewards", {"reward": 0.0}, "outcome passed with reward 0"),
+        ("rewards", {"a": 1.0, "b": -1.0}, "outcome passed with reward -1"),
+        ("rewards", {}, "outcome passed without a reward"),
+        ("rewards", {"reward": float("nan")}, "rewards.reward"),
+        ("rewards", {"reward": float("inf")}, "rewards.reward"),
+        ("cause", "sandbox", "outcome passed with cause sandbox"),
+        ("outcome", "void", "outcome void with cause null"),
+        ("attempt", 0, "attempt"),
+        ("job_id", "job-2", "job_id is 'job-2', not 'job-1' as in"),
+        ("started_at", "2026-03-04T05:06:07", "started_at"),
+        ("tokens", {"miss": -1}, "tokens.miss"),
+        ("tokens", {"cache_read": 10**30}, "tokens.cache_read"),
+        ("costs", {"billed": "1e999999"}, "costs.billed"),
+        ("costs", {"billed": "-0.01"}, "costs.billed"),
+        ("costs", {"computed": "NaN"}, "costs.computed"),
+        ("phases", {"total_s": -1.0}, "phases.total_s"),
+        ("phases", {"agent_s": float("nan")}, "phases.agent_s"),
+        ("phases", {"agent_s": float("inf")}, "phases.agent_s"),
+        ("tests", {"failed": -1}, "tests.failed"),
+    ],
+)
+def test_an_impossible_trial_is_named(tmp_path: Path, member: str, value: object, said: str) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, summary(planned=2))
+    path = folder / "one__1" / "trial.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {member: value}))
+    refused(folder, "one__1/trial.json: not readable as TrialRecord: " + said)
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [
+        ("planned", -1),
+        ("planned", 1),
+        ("score", 1.01),
+        ("score", float("nan")),
+        ("coverage", -0.1),
+        ("worst_case_score", 2),
+        ("void_causes", {"sandbox": -1}),
+        ("wall_s", float("inf")),
+        ("score_interval", {"low": float("nan"), "high": 1.0, "method": "m"}),
+    ],
+)
+def test_an_impossible_summary_is_named(tmp_path: Path, member: str, value: object) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, summary(planned=2))
+    path = folder / "job.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {member: value}))
+    refused(folder, "job.json: not readable as JobSummary: ")
+
+
+@pytest.mark.parametrize("name", ["job.json", "one__1/trial.json"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_only_regular_files_are_read(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, summary(planned=2))
+    (folder / name).unlink()
+    make(folder / name)
+    refused(folder, f"{name}: not readable as ")
+
+
+def test_a_pipe_for_a_lock_file_is_not_waited_for(tmp_path: Path) -> None:
+    folder = write_job(tmp_path / "job", TRIALS, None)
+    os.mkfifo(folder / "lock.json")
+    assert json.loads(call("report", folder, "--json")[1])["planned"] == 2
+
+
+def refused(folder: Path, said: str) -> None:
+    code, stdout, stderr = call("report", folder)
+    assert (code, stdout) == (2, "")
+    assert said in stderr
     assert stderr.count("\n") == 1
 
 

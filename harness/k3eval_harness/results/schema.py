@@ -3,21 +3,29 @@
 These files have what Harbor's ``result.json`` lacks: a three-way outcome with its cause, usage split by
 kind, three costs, and the decode speed of every turn at its context length.
 Tokens are ints, money is ``Decimal`` written as a string, unknown is null, and zero is zero.
+What cannot be is refused, written or read: negative or endless figures, an outcome against its own reward.
 """
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Mapping
 from decimal import Decimal
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, FiniteFloat, model_validator
 
 from k3eval.errors import Cause
 
 TRIAL_SCHEMA: Final = "k3eval-trial-1"
 JOB_SCHEMA: Final = "k3eval-job-1"
+_MOST: Final = 10**18
+
+Count = Annotated[int, Field(ge=0, le=_MOST)]
+"""Tokens, trials or events; so large that only a broken file is refused, so small that sums stay exact."""
+Seconds = Annotated[float, Field(ge=0, le=_MOST, allow_inf_nan=False)]
+Money = Annotated[Decimal, Field(ge=0, le=_MOST, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class Record(BaseModel):
@@ -44,11 +52,11 @@ StopReason = Literal[
 class TokenCounts(Record):
     """Disjoint token counters as in ``k3eval.meter.usage.Usage``; null = not reported."""
 
-    miss: int = 0
-    cache_read: int | None = None
-    cache_write: int | None = None
-    output_text: int = 0
-    output_reasoning: int | None = None
+    miss: Count = 0
+    cache_read: Count | None = None
+    cache_write: Count | None = None
+    output_text: Count = 0
+    output_reasoning: Count | None = None
 
     @property
     def prompt(self) -> int:
@@ -64,11 +72,11 @@ class TokenCounts(Record):
 class Costs(Record):
     """Three views of one cost in ``currency``; null = unknown."""
 
-    billed: Decimal | None = None
+    billed: Money | None = None
     """What the provider says it charged."""
-    computed: Decimal | None = None
+    computed: Money | None = None
     """Tokens times the dated price row."""
-    ideal_cache: Decimal | None = None
+    ideal_cache: Money | None = None
     """What a perfect prefix cache would have cost."""
     currency: str = "USD"
     price_row: str | None = None
@@ -82,15 +90,15 @@ class DecodeSample(Record):
     Void (null with a reason) below 16 output tokens or with a single event.
     """
 
-    context_tokens: int
+    context_tokens: Count
     """Tokens in the model's context when the first output token is made (prompt, cached or not)."""
-    output_tokens: int
-    token_events: int
-    ttft_s: float | None = None
+    output_tokens: Count
+    token_events: Count
+    ttft_s: Seconds | None = None
     """Request sent to first token-bearing event."""
-    decode_s: float | None = None
+    decode_s: Seconds | None = None
     """First to last token-bearing event."""
-    seconds_per_token: float | None = None
+    seconds_per_token: Seconds | None = None
     bundled: bool = False
     """Fewer events with text than tokens: those of the first event are estimated by its share of the text."""
     void_reason: str | None = None
@@ -99,8 +107,8 @@ class DecodeSample(Record):
 class TurnRecord(Record):
     """One model call of an agent."""
 
-    index: int
-    started_at: datetime
+    index: Count
+    started_at: AwareDatetime
     tokens: TokenCounts
     costs: Costs
     decode: DecodeSample
@@ -109,25 +117,25 @@ class TurnRecord(Record):
     host: str | None = None
     """Who served the call, where the provider says so."""
     request_id: str | None = None
-    attempts: int = 1
+    attempts: Count = 1
     tool_calls: tuple[str, ...] = ()
     """Names of the tools called."""
-    tool_errors: int = 0
+    tool_errors: Count = 0
     """Calls that did not parse or named no tool."""
-    tool_seconds: float = 0.0
-    model_seconds: float = 0.0
+    tool_seconds: Seconds = 0.0
+    model_seconds: Seconds = 0.0
     cache_miss_reason: str | None = None
 
 
 class PhaseTimes(Record):
     """Wall seconds of a trial's phases; null = not reached."""
 
-    image_s: float | None = None
-    sandbox_start_s: float | None = None
-    agent_s: float | None = None
-    capture_s: float | None = None
-    grade_s: float | None = None
-    total_s: float | None = None
+    image_s: Seconds | None = None
+    sandbox_start_s: Seconds | None = None
+    agent_s: Seconds | None = None
+    capture_s: Seconds | None = None
+    grade_s: Seconds | None = None
+    total_s: Seconds | None = None
 
 
 class TestCounts(Record):
@@ -135,9 +143,9 @@ class TestCounts(Record):
 
     __test__ = False
 
-    passed: int = 0
-    failed: int = 0
-    skipped: int = 0
+    passed: Count = 0
+    failed: Count = 0
+    skipped: Count = 0
     failed_names: tuple[str, ...] = ()
 
 
@@ -192,7 +200,7 @@ class TrialRecord(Record):
     trial_id: str
     job_id: str
     task: TaskInfo
-    attempt: int
+    attempt: Annotated[int, Field(ge=1, le=_MOST)]
     """1-based number of this attempt at the task."""
     seed: int
     agent: AgentInfo
@@ -203,23 +211,39 @@ class TrialRecord(Record):
     detail: str | None = None
     """One line: why it is void, or what failed."""
     stop_reason: StopReason
-    rewards: dict[str, float] = Field(default_factory=dict)
+    rewards: dict[str, FiniteFloat] = Field(default_factory=dict)
     tests: TestCounts | None = None
     turns: tuple[TurnRecord, ...] = ()
     tokens: TokenCounts = TokenCounts()
     costs: Costs = Costs()
     phases: PhaseTimes = PhaseTimes()
-    started_at: datetime
-    finished_at: datetime
+    started_at: AwareDatetime
+    finished_at: AwareDatetime
     provenance: Provenance
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        if (self.outcome is Outcome.VOID) != (self.cause is not None):
+            raise ValueError(f"outcome {self.outcome.value} with cause {self.cause or 'null'}")
+        if self.outcome is Outcome.PASSED:
+            if not self.rewards:
+                raise ValueError("outcome passed without a reward")
+            if main_reward(self.rewards) <= 0:  # a threshold is always above 0
+                raise ValueError(f"outcome passed with reward {main_reward(self.rewards):g}")
+        return self
+
+
+def main_reward(rewards: Mapping[str, float]) -> float:
+    """The member ``reward``; without one the smallest, so that every one of them must reach the threshold."""
+    return rewards["reward"] if "reward" in rewards else min(rewards.values())
 
 
 class Interval(Record):
     """A confidence interval with the method's name."""
 
-    low: float
-    high: float
-    level: float = 0.95
+    low: FiniteFloat
+    high: FiniteFloat
+    level: Share = 0.95
     method: str
 
 
@@ -230,30 +254,38 @@ class JobSummary(Record):
     job_id: str
     agent: str
     model: str | None
-    tasks: int
-    attempts: int
-    planned: int
-    passed: int
-    failed: int
-    void: int
-    score: float | None
+    tasks: Count
+    attempts: Count
+    planned: Count
+    passed: Count
+    failed: Count
+    void: Count
+    score: Share | None
     """passed / (passed + failed); null when no trial is valid."""
     score_interval: Interval | None
-    coverage: float | None
+    coverage: Share | None
     """Valid trials / planned trials."""
-    worst_case_score: float | None
+    worst_case_score: Share | None
     """passed / planned: every void or missing trial counted as failed."""
-    void_causes: dict[str, int] = Field(default_factory=dict)
+    void_causes: dict[str, Count] = Field(default_factory=dict)
     tokens: TokenCounts = TokenCounts()
     costs: Costs = Costs()
-    decode_median_s_per_token: float | None = None
-    decode_samples: int = 0
-    wall_s: float
-    started_at: datetime
-    finished_at: datetime
+    decode_median_s_per_token: Seconds | None = None
+    decode_samples: Count = 0
+    wall_s: Seconds
+    started_at: AwareDatetime
+    finished_at: AwareDatetime
     interrupted: bool = False
     """The user stopped the job."""
     stopped_by: Cause | None = None
     """Set when the job ended before all planned trials: ``user``, or ``budget`` (money or time)."""
     stop_detail: str | None = None
     results_dir: str
+
+    @model_validator(mode="after")
+    def _counts_fit(self) -> Self:
+        if self.passed + self.failed + self.void > self.planned:
+            raise ValueError(
+                f"{self.passed + self.failed + self.void} results of {self.planned} planned trials"
+            )
+        return self
