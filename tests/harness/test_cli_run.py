@@ -48,7 +48,7 @@ def write_task(root: Path, name: str, *, solve: str = "touch solved", test: str 
     return folder
 
 
-def run(*arguments: str | Path) -> tuple[int, str, str]:
+def run(*arguments: str | int | Path) -> tuple[int, str, str]:
     done = CliRunner().invoke(app, ["run", *map(str, arguments)])
     return done.exit_code, done.stdout, done.stderr
 
@@ -194,6 +194,21 @@ def test_no_engine_is_one_line_and_leaves_no_results(tmp_path: Path, monkeypatch
     assert stderr.startswith("k3eval: no Docker engine answers at unix:///no/such/socket")
     assert stderr.count("\n") == 1
     assert not out.exists()
+
+
+@pytest.mark.filterwarnings(
+    # the docker package leaves a socket open when its constructor fails
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+def test_generated_tasks_go_again_when_no_job_came_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such/socket")
+    out = tmp_path / "out"
+    code, _, stderr = run("--task", "repo-fix-mini", "--n", 2, "--agent", "nop", "--out", out)
+    assert code == 3
+    assert "no Docker engine answers" in stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_out_that_cannot_be_written_is_refused_before_anything_starts(

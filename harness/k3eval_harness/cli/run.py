@@ -153,9 +153,12 @@ def _generated_home(out: Path, seed: int, *, keep: bool) -> Iterator[Path]:
     """Where generated tasks lie: beside the results that name them, or in a place that is thrown away."""
     import tempfile
 
+    from k3eval_harness.cli.generated import generated_home
+
     if keep:
         _check_writable(out)
-        yield out / "generated" / f"series-{seed}"
+        with generated_home(out, seed) as home:
+            yield home
         return
     with tempfile.TemporaryDirectory(prefix="k3eval-generated-") as folder:
         yield Path(folder)
