@@ -202,10 +202,14 @@ class _JobRun:
             JobStarted(plan.job_id, len(plan.trials), config.agent, self._model_name, self._layout.root)
         )
         executor: Executor = ThreadExecutor(config.concurrency)
+        # what may take longest first, or the others would wait for it at the end
+        order = sorted(
+            plan.trials, key=lambda trial: (trial.attempt, -trial.task.config.verifier.timeout_sec)
+        )
         try:
             with journal.act("job", trials=[trial.trial_id for trial in plan.trials]) as act:
                 executor.run(
-                    [partial(self._run_trial, trial) for trial in plan.trials],
+                    [partial(self._run_trial, trial) for trial in order],
                     self._stop,
                     self._poll,
                     lambda: self._stop_with(Cancelled("stopped by the user")),
