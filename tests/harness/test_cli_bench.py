@@ -123,7 +123,10 @@ def test_a_sweep_against_the_local_backend_and_its_twin(tmp_path: Path) -> None:
         assert (row.cached_share_warm or 0) > 0.8
         assert (row.cached_share_cold or 0) < 0.3
     assert {model.weights for model in result.models} == {"random, seed 0"}
-    # where the cores are busy a reader may be held up, and its speeds are then void
+    # where the cores are busy a reader may be held up: its speed is void then, and for no other reason
+    for call in result.calls:
+        assert call.sample is not None
+        assert call.sample.seconds_per_token or "burst" in (call.sample.void_reason or "")
     timed = {
         (call.model, call.context, call.repeat, call.cache)
         for call in result.calls
