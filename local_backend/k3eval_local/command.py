@@ -16,6 +16,14 @@ def fail(message: str, code: int = USAGE) -> NoReturn:
     raise SystemExit(code)
 
 
+class Parser(argparse.ArgumentParser):
+    """Errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the command."""
+        fail(message)
+
+
 def whole(low: int, high: int | None = None) -> Callable[[str], int]:
     """An option's type: a whole number from ``low`` to ``high``, both included."""
 

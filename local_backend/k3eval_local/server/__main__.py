@@ -18,18 +18,14 @@ from contextlib import contextmanager
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
-from k3eval_local.command import MAX_SEED, MAX_THREADS, fail, whole
+from k3eval_local.command import MAX_SEED, MAX_THREADS, Parser, fail, whole
 
 DIALECT_NAMES = ("vllm", "moonshot", "openrouter")
 
 
-class _Parser(argparse.ArgumentParser):
-    """Errors are one line; the help lists the faults, which are only imported for it."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(message)
+class _Parser(Parser):
+    """The help lists the faults, which are only imported for it."""
 
     def format_help(self) -> str:
         from k3eval_local.protocol.chaos import help_lines

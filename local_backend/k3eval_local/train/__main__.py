@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from k3eval_local.command import MAX_SEED, MAX_THREADS, fail, whole
-from k3eval_local.train.command import Parser, called, folder, one_line, opened
+from k3eval_local.command import MAX_SEED, MAX_THREADS, Parser, fail, whole
+from k3eval_local.train.command import called, folder, one_line, opened
 
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_TOP_PAD_": "67108864"}
 """glibc gives freed memory back at every step otherwise, and page faults cost a third of the time."""

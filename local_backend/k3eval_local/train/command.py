@@ -3,25 +3,16 @@
 Ctrl-C ends with exit code 130. Nothing here needs torch, so that a wrong option is answered at once.
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from k3eval_local.command import fail
 from k3eval_local.errors import LocalError
 
 INTERRUPTED = 130
-
-
-class Parser(argparse.ArgumentParser):
-    """Errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the command."""
-        fail(message)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from k3eval_local.command import MAX_THREADS, whole
-from k3eval_local.train.command import Parser, called, check_target, one_line, opened
+from k3eval_local.command import MAX_THREADS, Parser, whole
+from k3eval_local.train.command import called, check_target, one_line, opened
 
 if TYPE_CHECKING:
     from k3eval_local.train.measure import Score

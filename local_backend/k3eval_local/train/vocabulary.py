@@ -17,10 +17,10 @@ from typing import Any
 
 import regex
 
-from k3eval_local.command import fail, whole
+from k3eval_local.command import Parser, fail, whole
 from k3eval_local.protocol.options import EFFORTS, effort_body
 from k3eval_local.tokenizer import PATTERN, RANK_FILE, Tokenizer
-from k3eval_local.train.command import Parser, check_target, one_line, opened
+from k3eval_local.train.command import check_target, one_line, opened
 from k3eval_local.train.render import DataError, read_records
 
 _PIECES = regex.compile(PATTERN, regex.V1)
